@@ -23,7 +23,9 @@ if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
 
 
 class Checkpointing:
-    """Saves checkpoints (every `trainer.checkpoint_every` steps) and policies (`trainer.keep_versions`)."""
+    """Saves checkpoints (the trainer's whole state, every `trainer.checkpoint_every` steps) and policies (models that
+    can be loaded, as many as `trainer.keep_versions` says). `saved_step`: the newest step with a checkpoint on disk; 0:
+    none."""
 
     def __init__(
         self,
@@ -39,16 +41,18 @@ class Checkpointing:
         self._folder, self._checkpoints, self._config = folder, checkpoints, config
         self._trainer, self._controller, self._ledger = trainer, controller, ledger
         self._deadlines = deadlines
-        self.saved_step = saved_step  # the newest step with a checkpoint on disk
+        self.saved_step = saved_step
         self._started_step = saved_step
         self._saving: asyncio.Task[None] | None = None
         self._lost = 0  # consecutive checkpoints whose trainer died while writing
 
     async def after(self, update: Update) -> None:
-        """Save the checkpoint and the policy that are due after the step of `update`, which is published and recorded.
+        """Save what is due after the step of `update`, which is published and recorded. A checkpoint is due every
+        `checkpoint_every` steps, and after one that was lost. A policy is due with a checkpoint, or after every step if
+        `keep_versions` is "all".
 
-        On return, the trainer has copied its state and can train on. The checkpoint may still be on its way to disk.
-        Raises the error of an earlier checkpoint that failed.
+        On return, the policy is saved, and the trainer can train on. The checkpoint may still be on its way to disk.
+        Raises the error of an earlier checkpoint that failed, or of saving this policy.
         """
         if self._saving is not None and self._saving.done():
             self._saving.result()
@@ -59,11 +63,13 @@ class Checkpointing:
             await self.save_policy(update.version)
 
     async def save_policy(self, version: int) -> None:
-        """Save the policy as ``policy/v...``, then remove the oldest policies beyond `trainer.keep_versions`; version 0
-        always stays. Does nothing if the policy is saved already.
+        """Save the trainer's policy as ``policy/v...``, then remove the oldest policies beyond `trainer.keep_versions`;
+        version 0 always stays. Does nothing if the policy is saved already. `version`: the version that the trainer is
+        at.
 
         Raises:
             StoreError: the folder of the policies has vanished.
+            RoleDied, RoleFailed, DeadlineExceeded: as `TrainerLink.save_policy`.
         """
         if self._folder.policy(version).exists():  # the folder is renamed into place, so it is complete
             return
@@ -78,7 +84,7 @@ class Checkpointing:
     async def save_checkpoint(self) -> None:
         """Save a checkpoint of the newest step and wait until it is on disk. Does nothing if this step has one. If the
         trainer dies meanwhile, saves it again; raises CheckpointLost after more than `deadlines.trainer_restarts` lost
-        ones in a row."""
+        ones in a row, and the errors of `Checkpoints.save` and `TrainerLink.save_checkpoint`."""
         while True:
             await self._begin_checkpoint()
             await self.end()
@@ -86,7 +92,8 @@ class Checkpointing:
                 return
 
     async def end(self) -> None:
-        """Wait until the checkpoint in progress, if any, is on disk; raises its error. Its writing has a deadline."""
+        """Wait until the checkpoint in progress, if any, is on disk, or lost because the trainer died (`saved_step`
+        then stays). Raises its error, if it failed. Its writing has a deadline."""
         if self._saving is not None:
             await self._saving
 
@@ -96,9 +103,9 @@ class Checkpointing:
             await cancel_and_wait([self._saving])
 
     async def _begin_checkpoint(self) -> None:
-        """Start a checkpoint of the newest step, after the one in progress; returns when the trainer has copied its
-        state. Does nothing if one of this step was started before. Raises StoreError if the folder of checkpoints has
-        vanished."""
+        """Wait for the checkpoint in progress, then start one of the newest step; returns when the trainer has copied
+        its state. Starts none if one of this step was started before and not lost. Raises StoreError if the folder of
+        checkpoints has vanished, or the error of either checkpoint."""
         await self.end()
         step = self._controller.published
         if step == self._started_step:
@@ -117,10 +124,11 @@ class Checkpointing:
             self._saving.result()
 
     async def _save(self, step: int, copied: asyncio.Event) -> None:
-        """Write, seal and fsync a checkpoint; `copied` is set when the trainer has copied its state.
+        """Write, seal and fsync a checkpoint; `copied` is set when the trainer has copied its state. Then the ledger
+        deletes what no resume needs any more (`Ledger.forget`).
 
-        If the trainer dies meanwhile, the checkpoint is tried again after the next step. After more than
-        `deadlines.trainer_restarts` such attempts in a row, CheckpointLost is raised and the run ends.
+        If the trainer dies meanwhile, returns without a checkpoint, and `after` tries again at the next step. After
+        more than `deadlines.trainer_restarts` such attempts in a row, raises CheckpointLost.
         """
         loop = asyncio.get_running_loop()
 

@@ -129,8 +129,8 @@ class Conductor:
     # ── admission and groups ────────────────────────────────────────────────────────────────────
 
     def _admit(self, restored: Sequence[Ticket] = ()) -> None:
-        """Start the groups of the tickets `restored`, then as many new groups as the controller admits (none once the
-        run is stopping)."""
+        """Start the groups of the tickets `restored`, then as many new groups as the controller admits (none before
+        `run`, or once the run is stopping)."""
         tickets = deque(restored)
         while tickets or (self._conducting and not self.stopping):
             ticket = tickets.popleft() if tickets else self.controller.admit()
@@ -161,7 +161,7 @@ class Conductor:
         self._forget(ticket, trajectories)
 
     def _report_filtered(self, groups: int) -> None:
-        """Log the number of filtered groups when it reaches four batches' worth, then each time it has doubled."""
+        """Log `groups`, filtered since the last batch, if they are four batches' worth, or that doubled n times."""
         times, rest = divmod(groups, _SILENT_BATCHES * self.controller.config.batch_size)
         if not rest and times.bit_count() == 1:
             self.recorder.filtered(groups)
@@ -212,7 +212,7 @@ class Conductor:
         await self._before_the_stop_ends(self._until_announced())
 
     def _announce(self, version: int) -> None:
-        """Publish `version` to the engines as soon as the trainer has written it; training goes on meanwhile."""
+        """Publish `version` to the engines in the background, as soon as the trainer has written it."""
         self._announcing = asyncio.ensure_future(self._announced(version, self._announcing))
         self._announcing.add_done_callback(self._noted)
 
@@ -231,7 +231,7 @@ class Conductor:
             self._failure.set_exception(error)
 
     async def _next_batch(self) -> Batch | None:
-        """Wait for the next batch, within `deadlines.batch`; None if a stop is requested first."""
+        """Wait for the next batch (`deadlines.batch`: else DeadlineExceeded); None if a stop is requested first."""
         version = self.controller.published
         async with deadline("trainer", f"a batch at version {version}", self.deadlines.batch, self._queues):
             return await self._batch_unless_stopping()
@@ -289,7 +289,7 @@ class Conductor:
             watchdog.check()
 
     def _observe_pressure(self) -> None:
-        """Report the load of the engines to the controller, for ``max_in_flight = "auto"``. Readings during an
+        """With ``max_in_flight = "auto"``, report the load of the engines to the controller. Readings during an
         evaluation are dropped: the load then includes completions that the controller has not admitted."""
         if self.controller.config.max_in_flight != "auto":
             return

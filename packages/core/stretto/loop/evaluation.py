@@ -45,8 +45,8 @@ _RECORD = "best.json"
 
 class Best(Record, frozen=True):
     """``best.json``: the best evaluation so far. The evaluation began at `step`. Training went on meanwhile, so
-    versions `step` to `version` sampled its completions. `policy`: folder of the policy of `step`; None if it was not
-    kept."""
+    versions `step` to `version` sampled its completions. `policy`: ``policy/best``, the folder in the run folder that
+    has the policy of `step`; None if it was not kept."""
 
     step: int
     version: int
@@ -55,12 +55,8 @@ class Best(Record, frozen=True):
 
 
 class BestPolicy:
-    """Tracks the accuracy on one set of questions, and says when the run should end.
-
-    With `keeps`, ``policy/best`` holds the policy of the best evaluation. `enough` becomes true in two cases: the last
-    `patience` evaluations were not better than the best by more than `least_gain` (patience 0: never); or `goal_holds`
-    evaluations in a row reached the accuracy `goal` (0: never).
-    """
+    """Tracks the accuracy on one set of questions: keeps the record of the best evaluation, and its policy, in the run
+    folder, and says when the run should end (`enough`)."""
 
     def __init__(
         self,
@@ -79,12 +75,13 @@ class BestPolicy:
         Args:
             say: writes a log line.
             keeps: keep the policy of the best evaluation in ``policy/best``.
-            patience, least_gain: the run has had enough once `patience` evaluations in a row were not better by more
-                than `least_gain`; 0: never.
-            goal, goal_holds: the run has had enough once `goal_holds` evaluations in a row reached the accuracy `goal`;
-                0: never.
-            earlier: the recorded evaluations of a resumed run that asked what it asks now. ``best.json`` and
-                ``policy/best`` are brought to what they say; they are removed if they are of another evaluation.
+            patience, least_gain: the run should end once `patience` evaluations in a row (0: never) were not better
+                than the best before by more than `least_gain`.
+            goal, goal_holds: the run should end once `goal_holds` evaluations in a row reached the accuracy `goal` (0:
+                never).
+            earlier: the recorded evaluations of a resumed run, oldest first, without those that asked other questions
+                than it asks now. ``best.json`` and ``policy/best`` are brought to what they say; they are removed if
+                they are of another evaluation.
         """
         self.keeps = keeps
         self._folder, self._say, self._patience, self._least_gain = folder, say, patience, least_gain
@@ -118,9 +115,9 @@ class BestPolicy:
         return ""
 
     def hold(self, step: int) -> None:
-        """Keep a copy of the policy of `step` in ``policy/candidate.STEP`` while its evaluation runs: the policy's own
-        folder may be removed meanwhile. An earlier process may have made the copy. Does nothing without `keeps`, or if
-        the policy is not saved."""
+        """Copy the policy of `step` to ``policy/candidate.STEP`` while its evaluation runs: the policy's own folder may
+        be removed meanwhile. A copy that an earlier process has made is used. Copies nothing without `keeps`, or if the
+        policy is not saved."""
         if not self.keeps:
             return
         if (source := self._folder.policy(step)).is_dir() and not self._candidate(step).is_dir():
@@ -130,9 +127,9 @@ class BestPolicy:
         self._held = step if self._candidate(step).is_dir() else None
 
     def measured(self, step: int, evaluation: Evaluation) -> None:
-        """Count the evaluation that began at `step`. If it is the best so far by more than `least_gain`, or the best of
-        those whose policy was kept, write ``best.json`` and move the policy kept by `hold` to ``policy/best``;
-        otherwise delete that copy. Log once when `enough` becomes true."""
+        """Count the evaluation that began at `step`. If it is the best so far by more than `least_gain` (while
+        ``policy/best`` exists, of those whose policy was copied by `hold`), write ``best.json`` and move that copy to
+        ``policy/best``; otherwise delete the copy. Log once when `enough` becomes true."""
         before = self.enough
         better = self._follow(step, evaluation.version, evaluation.accuracy)
         if self.enough and not before:  # said once
@@ -140,8 +137,9 @@ class BestPolicy:
         self._show(Best(step, evaluation.version, evaluation.accuracy), better)
 
     def _show(self, found: Best, better: bool) -> None:
-        """Write ``best.json`` and move the policy to ``policy/best`` if `found` takes that place. Policies that are
-        kept compete with each other only: the best evaluation of all may be one whose policy is gone."""
+        """Write ``best.json`` and move the candidate of `found` to ``policy/best``, or delete the candidate if it does
+        not deserve that. `better`: better than all evaluations before. Policies that are kept compete with each other
+        only: the best evaluation of all may be one whose policy is gone."""
         kept, shown = self._held == found.step, self._shown
         self._held = None
         if self.keeps and shown is not None and shown.policy is not None:
@@ -154,7 +152,7 @@ class BestPolicy:
         self._move(found.step)
 
     def _move(self, step: int) -> None:
-        """Put the candidate of `step`, if there is one, in the place of ``policy/best``."""
+        """Delete ``policy/best``, and put the candidate of `step`, if there is one, in its place."""
         self._drop(BEST)
         if (candidate := self._candidate(step)).is_dir():
             candidate.rename(self._folder.policies / BEST)
@@ -173,8 +171,9 @@ class BestPolicy:
         return better
 
     def _recorded(self, earlier: Mapping[int, float]) -> Best | None:
-        """Read ``best.json``. It is removed, with ``policy/best``, if it is of none of the evaluations `earlier`
-        (accuracy by step), of which a resumed run repeats the later ones; or if its policy is gone."""
+        """Return the content of ``best.json``; None if the file is missing, or is removed here with ``policy/best``.
+        That happens if it is of none of the evaluations `earlier` (accuracy by step), of which a resumed run repeats
+        the later ones; or if its policy is gone."""
         record = self._folder.path / _RECORD
         if not record.exists():
             self._drop(BEST)
@@ -191,7 +190,8 @@ class BestPolicy:
         return found
 
     def _bring_up_to_date(self) -> None:
-        """Show the best evaluation on record if a kill came between its line and ``best.json``."""
+        """Write ``best.json`` of the best evaluation on record if a kill came between its line and the file. Does
+        nothing if its policy should be kept and is gone."""
         best, shown = self._best, self._shown
         if best is not None and (shown is None or shown.step != best.step):
             self.hold(best.step)
@@ -214,7 +214,7 @@ _PORTION = 64  # completions of one request; at least one prompt's
 _PORTIONS_IN_FLIGHT = 4
 _PREFIX = "evaluation."
 
-#: Returns the final answer in a completion, or None, by (prompt, completion) as texts; maj@n counts these answers.
+#: Returns the final answer in a completion, None if it has none, by (prompt, completion) as texts; for maj@n.
 FinalAnswerOf = Callable[[str, str], str | None]
 
 
@@ -229,12 +229,13 @@ Converse = Callable[[str, Prompt, int, int], Coroutine[Any, Any, Trajectory]]
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Samples and judges completions of held-out prompts, during training or alone.
+    """Samples and judges completions of held-out prompts, during training or alone; each call is one evaluation.
 
-    `count` is called with each completion as it ends, even if the evaluation is cut short later. After a finished
-    evaluation, `keep` is called with its judged completions, and `rows` with its results by question. `name`: name of
-    the set of questions; "" for the main set. `converse`: generates a trajectory by the recipe's workflow, and counts
-    its completions itself; None: single turns.
+    `seed`: completions of a prompt get the same seeds in every evaluation, derived from it. `generate`: sends requests
+    to an engine. `score`: judges texts. `count` is called with each completion as it ends, even if the evaluation is
+    cut short later. After a finished evaluation, `keep` is called with its judged completions, and `rows` with its
+    results by question. `final_answer`: None: there is no maj@n. `name`: name of the set of questions; "" for the main
+    set. `converse`: generates a trajectory by the recipe's workflow, and counts its tokens itself; None: single turns.
     """
 
     prompts: Sequence[Prompt]
@@ -249,19 +250,17 @@ class Evaluator:
     final_answer: FinalAnswerOf | None = None
     rows: Callable[[Sequence[QuestionResult]], None] = lambda results: None
     name: str = ""
-    converse: Converse | None = None  # None: single turns. It counts its tokens itself
+    converse: Converse | None = None
 
     @cached_property
     def asked(self) -> str:
-        """The digest of what it asks (`asked_of`)."""
+        """Digest of its prompts, `samples` and `seed` (`asked_of`)."""
         return asked_of(self.prompts, self.samples, self.seed)
 
     async def __call__(self) -> Evaluation:
-        """Sample and judge `samples` completions of every prompt, and return the combined result.
-
-        Each wait inside has a deadline of its own. The prompts are always split into the same requests, so that a
-        repeated evaluation on idle engines computes the same numbers.
-        """
+        """Sample and judge `samples` completions of every prompt, and return the combined result. Each wait inside has
+        a deadline of its own. The prompts are always split into the same requests, so that a repeated evaluation on
+        idle engines computes the same numbers."""
         free = asyncio.Semaphore(_PORTIONS_IN_FLIGHT)
         size = max(1, _PORTION // self.samples)
         parts = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
@@ -282,12 +281,8 @@ class Evaluator:
         else:
             async with free:
                 completions = await self._completions(prompts)
-            judged = await gather_or_cancel(
-                *(
-                    judge(self._id(prompt), prompt, completions[prompt.id], self.score, self.detokenize)
-                    for prompt in prompts
-                )
-            )
+            judging = (judge(self._id(one), one, completions[one.id], self.score, self.detokenize) for one in prompts)
+            judged = await gather_or_cancel(*judging)
         return [self._result(prompt, trajectories) for prompt, trajectories in zip(prompts, judged, strict=True)]
 
     def _result(
@@ -322,7 +317,8 @@ class Evaluator:
 
     async def _completions(self, prompts: Sequence[Prompt]) -> dict[str, list[Completion]]:
         """Sample the completions of these prompts; returns them by prompt id, in the order of their seeds. If the
-        engine is lost, all of these prompts are sampled again together, so that the batches stay the same."""
+        engine is lost, all of these prompts are sampled again together, so that the batches stay the same. Raises
+        EngineLost at the fourth loss (`attempts`)."""
         found: dict[tuple[str, int], Completion] = {}
         requests = [self._request(prompt) for prompt in prompts]
         for attempt in attempts():
@@ -339,7 +335,8 @@ class PeriodicEvaluation:
 
     An evaluation is due every `every` steps (0: never), and at the first step after `minutes` minutes since the last
     one began (0: never). `evaluate` computes the result; `best`, if given, gets it too. A step is evaluated once: not
-    again if it is among those of `earlier`, the evaluations on record. `asked`: digest of what it asks, for the record.
+    again if it is among those of `earlier`, the evaluations on record. `name`: name of the set, "" for the main one.
+    `asked`: digest of the questions (`Evaluator.asked`), for the record.
     """
 
     def __init__(
@@ -360,19 +357,21 @@ class PeriodicEvaluation:
         self._running: asyncio.Task[None] | None = None
 
     def due(self, update: Update) -> bool:
-        """Whether an evaluation should start after this step. False while the previous one is running."""
+        """Whether an evaluation should start after the step of `update`. False while the previous one is running."""
         waited = bool(self._seconds) and time.monotonic() - self._started >= self._seconds
         by_steps = bool(self._every) and update.step % self._every == 0
         return (by_steps or waited) and (self._running is None or self._running.done())
 
     def after(self, update: Update) -> None:
-        """Start an evaluation in the background if one is due; raises the error of the previous one."""
+        """Start an evaluation in the background if one is due after this step. If the previous one failed, raises its
+        error instead."""
         if self.due(update):
             self.check()
             self._begin(update.step)
 
     def catch_up(self, version: int) -> None:
-        """Start the newest evaluation that was due by steps until `version`, if a kill or a stop cut it short."""
+        """Start the newest evaluation that was due by steps at `version` or before, in the background, unless it or a
+        later one is on record: a kill or a stop cut it short."""
         due = version - version % self._every if self._every else 0
         if due > max(self._measured, default=0):
             self._begin(due)
@@ -386,7 +385,8 @@ class PeriodicEvaluation:
         self._running = asyncio.create_task(self.evaluate(step))
 
     async def evaluate(self, step: int) -> None:
-        """Evaluate now and record the result under `step`, unless that is on record already."""
+        """Evaluate now and record the result under `step`; returns when that is done. Does nothing if an evaluation of
+        `step` is on record."""
         if self.has(step):
             return
         start = time.monotonic()
@@ -429,26 +429,25 @@ class Evaluations:
 
     @property
     def why(self) -> str:
-        """Why training should stop early: the accuracy has reached its goal, or no longer grows; empty: it should
-        not."""
+        """Why training should stop early (`BestPolicy.why`); empty: it should not."""
         return self._best.why if self._best is not None else ""
 
     def keeps(self, update: Update) -> bool:
-        """Whether the policy of this step must be saved: it is about to be evaluated and may become the best."""
+        """Whether the policy of this step must be saved: an evaluation is due, and the best policy is kept."""
         return self._best is not None and self._best.keeps and self.due(update)
 
     def due(self, update: Update) -> bool:
-        """Whether an evaluation should start after this step."""
+        """Whether an evaluation of any set should start after this step."""
         return any(one.due(update) for one in self._all)
 
     def after(self, update: Update) -> None:
-        """Start the evaluations that are due."""
+        """Start the evaluations that are due after this step, in the background; raises the error of an earlier one."""
         for one in self._all:
             one.after(update)
 
     def catch_up(self, version: int) -> None:
-        """Start the evaluations that an earlier process has begun, or was about to, and not finished. `version`: where
-        the run is resumed. None is started if training should stop."""
+        """Start the evaluations that an earlier process has begun, or was about to, and not finished
+        (`PeriodicEvaluation.catch_up`). `version`: where the run is resumed. Starts none if training should stop."""
         for one in self._all if not self.enough else ():
             one.catch_up(version)
 
@@ -457,8 +456,8 @@ class Evaluations:
         return all(one.has(step) for one in self._all)
 
     async def evaluate(self, step: int) -> None:
-        """Evaluate all sets now, one after the other, and record the results under `step`, unless they are on
-        record."""
+        """Evaluate all sets now, one after the other, and record the results under `step`; leaves out a set that has an
+        evaluation of `step` on record."""
         for one in self._all:
             await one.evaluate(step)
 
@@ -468,7 +467,7 @@ class Evaluations:
             one.check()
 
     async def end(self) -> None:
-        """Wait for the running evaluations; raises the first error."""
+        """Wait for the running evaluations, set by set; raises the first error."""
         for one in self._all:
             await one.end()
 

@@ -59,12 +59,12 @@ _SHORT = (
 Reply = TypeVar("Reply", RanksAwaited, Ready, Trained, Copied, PolicySaved)
 
 #: Starts the trainer's ranks on other machines, by (the trainer's request for them, its spec). When it returns,
-#: ranks of an earlier trainer process are gone or killed. Raises RoleDied: no machine takes a rank, which is named.
+#: ranks of an earlier trainer process are gone or killed. Raises RoleDied, with the rank, if no machine takes one.
 StartRanks = Callable[[RanksAwaited, TrainerSpec], Awaitable[None]]
 
 
 class TrainerLink:
-    """Sends the trainer one order at a time and waits for its reply."""
+    """Sends the trainer's process one order at a time and waits for its reply; replaces a process that dies."""
 
     def __init__(
         self,
@@ -123,7 +123,8 @@ class TrainerLink:
 
     async def start(self, spec: TrainerSpec, version: int = 0, *, publish: bool = True) -> None:
         """Start the trainer and bring it to `version`, from the last checkpoint and the later batches. Returns when
-        `version` is published, or, if not `publish`, when it is trained. `replayed` has the repeated steps.
+        `version` is published, or, if not `publish`, when it is trained; the attribute `replayed` then has the updates
+        of the steps that were trained again. A process that dies meanwhile is replaced.
 
         Raises:
             RoleDied: the trainer died more often than `deadlines.trainer_restarts` allows.
@@ -134,12 +135,12 @@ class TrainerLink:
         try:
             self.replayed = await self._begin()
         except RoleDied as death:
-            self.replayed = await self._replace(death)
+            self.replayed = await self._supervisor.replace(death.how)
 
     async def _begin(self) -> list[Update]:
-        """Start a process, bring it to the run's version and publish that version; returns the updates of the steps
-        that were trained again. Raises RoleDied if the process ends meanwhile, DeadlineExceeded if an order takes
-        longer than its deadline."""
+        """Start a process, bring it to the run's version and publish that version, if `start` was to; returns the
+        updates of the steps that were trained again. Raises RoleDied if the process ends meanwhile, DeadlineExceeded if
+        an order takes longer than its deadline, RoleFailed if the trainer cannot continue."""
         updates = await self._reach()
         if self._publishes:
             await self._ask(Publish(), Copied, f"to copy version {self._version}", self._deadlines.save)
@@ -160,7 +161,7 @@ class TrainerLink:
         self._announced.set()
 
     async def published(self, version: int) -> None:
-        """Wait until engines can load `version`, which `train` has trained.
+        """Wait until engines can load `version`, which `train` has trained with `publish`; returns at once if they can.
 
         There is no deadline here: the trainer's next step waits for the writing, and has a deadline. A replacement of a
         trainer that dies publishes the version again.
@@ -171,7 +172,7 @@ class TrainerLink:
 
     async def _reach(self) -> list[Update]:
         """Start a process, let it load the last checkpoint, and train the later batches again; returns their updates.
-        Raises RoleDied also after `retire`."""
+        Raises as `_begin`; RoleDied also after `retire`."""
         assert self._spec is not None, "start() comes first"
         folder, recovery = self._spec.checkpoint, self._recovery
         if recovery is not None and (newest := await asyncio.to_thread(recovery.newest, self._version)) is not None:
@@ -281,16 +282,10 @@ class TrainerLink:
             try:
                 return await self._ask(order, kind, awaited, seconds)
             except RoleDied as death:
-                await self._replace(death)
-
-    async def _replace(self, death: RoleDied) -> list[Update]:
-        """Start a new trainer at the version of the dead one and publish that version again; returns the updates of the
-        steps that were trained again. Raises RoleDied if it died more often than `deadlines.trainer_restarts` allows,
-        or is not replaced (no `recovery`, or the run ends)."""
-        return await self._supervisor.replace(death.how)
+                await self._supervisor.replace(death.how)
 
     async def _begin_anew(self) -> list[Update]:
-        """End the previous process, if it still runs, and `_begin` with a new one."""
+        """End the previous process, if it still runs, and `_begin` with a new one at the same version."""
         self._channel.close()
         await self.process.stop(0.0)
         self._new_process()
@@ -309,6 +304,8 @@ class TrainerLink:
 
         Raises:
             RoleDied: the trainer died more often than `deadlines.trainer_restarts` allows, or is not replaced.
+            RoleFailed: the trainer reported that it cannot continue.
+            DeadlineExceeded: an order to its replacement took longer than its deadline.
         """
         while True:
             process = self.process
@@ -316,12 +313,12 @@ class TrainerLink:
             await asyncio.sleep(_LAST_REPLY_SECONDS)  # a caller that waits for a reply gets the error first
             async with self._turn:
                 if process is self.process and not self._retired:
-                    await self._replace(await self._death(how))
+                    await self._supervisor.replace((await self._death(how)).how)
 
     async def _death(self, how: str) -> RoleDied:
-        """Return the error of a trainer that ended between two orders. Waits a second for its last message. If that
-        names a rank that was lost, this is the reason, otherwise `how` is. Raises RoleFailed if the message says that
-        the trainer cannot continue."""
+        """Return the error of a trainer whose process ended (`how`: "was killed by SIGKILL") with no order open. Waits
+        a second for its last message. If that names a rank that was lost, this is the reason, otherwise `how` is.
+        Raises RoleFailed if the message says that the trainer cannot continue."""
         reply = None
         if self._replies is not None:
             with contextlib.suppress(RoleError):  # no message
@@ -348,8 +345,8 @@ class TrainerLink:
         return reply
 
     def _failure(self, failed: Failed) -> RoleDied:
-        """Return the error of a trainer that is replaced: it ran out of memory for the first time at this version.
-        Raises RoleFailed for any other failure."""
+        """Return the error of a trainer that can be replaced (`failed.again`: it ran out of memory), the first time at
+        this version. Raises RoleFailed the second time, and for any other failure."""
         if not failed.again:
             raise RoleFailed("trainer", failed.problem, failed.exit_code)
         if self._short_at == self._version:
@@ -369,8 +366,9 @@ class TrainerLink:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Number of finished orders, and whole CPU seconds of the trainer's process; for the watchdog. A long step
-        changes the CPU seconds, a hanging one does not: the heartbeat alone takes hours for a CPU second."""
+        """Number of finished orders, and whole CPU seconds of the trainer's process (0 while none runs); for the
+        watchdog. A long step changes the CPU seconds, a hanging one does not: the heartbeat alone takes hours for a CPU
+        second."""
         return self._orders_done, int(self.process.cpu_seconds()) if self.process.running else 0
 
     def drain_spans(self) -> list[Span]:
@@ -388,8 +386,8 @@ class TrainerLink:
         self._retired = True
 
     async def stop(self, grace: float) -> None:
-        """Ask the trainer to end, and return when its process is gone; it is not replaced. `grace`: seconds between
-        SIGTERM and SIGKILL."""
+        """Ask the trainer to end, if no order is open, and return when its process is gone; it is not replaced.
+        `grace`: seconds between SIGTERM and SIGKILL."""
         self.retire()
         if self.ready:
             with contextlib.suppress(RoleError):  # the process is ending already; process.stop() waits for it

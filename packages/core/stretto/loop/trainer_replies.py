@@ -15,7 +15,7 @@ from stretto.trainer.messages import CheckpointFailed, CheckpointSaved, FromTrai
 
 class TrainerReplies:
     """Receives the messages of one trainer process, in a task that lives until the channel closes. `on_published`:
-    called when engines can load a version."""
+    called with the notice that engines can load a version, as it comes."""
 
     def __init__(self, channel: ConductorEnd[FromTrainer], on_published: Callable[[Published], None]) -> None:
         self._channel, self._on_published = channel, on_published
@@ -25,7 +25,7 @@ class TrainerReplies:
         self._task = asyncio.create_task(self._listen(), name="replies of the trainer")
 
     async def next(self, awaited: str, seconds: float) -> FromTrainer:
-        """Wait for the next reply.
+        """Wait for the next reply to an order (not for a notice of a checkpoint or version), and return it.
 
         Args:
             awaited: what is awaited, for the error message, such as "to finish step 7".
@@ -44,10 +44,12 @@ class TrainerReplies:
         return reply
 
     async def saved(self, folder: str, seconds: float) -> None:
-        """Wait until the trainer has written the checkpoint to `folder`, as it was named in the order.
+        """Wait until the trainer has written the checkpoint to `folder`, as it was named in the order; returns at once
+        if it has. May be called once for an order.
 
         Raises:
             RoleDied: the trainer ended before.
+            WireError: a message of the trainer cannot be decoded.
             RoleFailed: the checkpoint cannot be written.
             DeadlineExceeded: the writing took longer than `seconds`.
         """
@@ -56,17 +58,12 @@ class TrainerReplies:
         self._writing.pop(folder, None)
 
     async def published(self, version: int, seconds: float) -> None:
-        """Wait at most `seconds` until engines can load `version`.
-
-        Raises:
-            RoleDied, RoleFailed: the trainer ended or failed before.
-            DeadlineExceeded: the writing took longer than `seconds`.
-        """
+        """Wait until engines can load `version`; raises as `saved`."""
         await self.saved(_name(version), seconds)
 
     async def _listen(self) -> None:
-        """Sort messages into replies and notices until the channel ends; the error then goes to all who wait. There is
-        no deadline: the link closes the channel."""
+        """Sort messages into replies and notices until the channel ends; the error then goes to all callers of `next`,
+        `saved` and `published`. There is no deadline: the link closes the channel."""
         while True:
             try:
                 message = await self._channel.next()

@@ -42,14 +42,15 @@ class EngineHandle:
     Attributes:
         client: sends requests to the engine, over HTTP.
         restarts: how often the process may still be replaced.
-        changed: called with this handle when `state` or `version` has changed.
+        changed: called with this handle when `state`, `version` or `lags` has changed.
+        proving: checks the weights of each version that the engine loads.
         load_interval: least seconds between two loads of new weights (`engine.load_interval`).
         host: name of the engine's machine.
         state: changed only by methods of this class.
         version: version that the engine serves; None while it is down or starting.
         how: how its last process ended, for messages; empty before the first end.
-        published: newest version in the mailbox; the engine loads it as soon as it can.
-        open: ids of the requests that the engine has now.
+        published: newest version in the mailbox (-1: none); the engine loads it as soon as it can.
+        open: ids of the requests that the engine has now; the pool adds and removes them.
     """
 
     spec: EngineSpec
@@ -99,8 +100,8 @@ class EngineHandle:
         Args:
             logs: folder of the log; the file is named after the engine.
             role: module that the process runs.
-            changed: called with the handle on every change of state or version.
-            load_interval: least seconds between two loads of new weights.
+            spawner: starts the process.
+            changed, proving, load_interval: attributes of the handle.
         """
         log, own = logs / f"{spec.name}.txt", on_gpus(spec.gpus)
         process = RoleProcess(spec.name, role, log, deadlines.hung, spawner, own)
@@ -143,8 +144,8 @@ class EngineHandle:
         self._becomes(EngineState.LEAVING, self.version)
 
     def mark_gone(self, why: str) -> None:
-        """Mark the engine as gone from the run. Its open requests end with EngineLost; its counters are kept. `why`:
-        the reason, for messages."""
+        """Mark the engine as gone from the run; its process is not ended here. Its open requests end with EngineLost;
+        its counters are kept. `why`: the reason, for messages."""
         self.leaving, self.how = True, why
         self._retire_counters()
         self._becomes(EngineState.DOWN, None)
@@ -152,11 +153,8 @@ class EngineHandle:
 
     def notice_lag(self, seconds: float, say: Callable[[str], None]) -> None:
         """Set `lags` if the engine has not loaded a version within `seconds` (plus the load interval) of its
-        publication.
-
-        A lagging engine gets no requests and does not count for `EnginePool.live`, so that it does not hold up
-        admission. `say` gets a log line.
-        """
+        publication; `say` then gets a log line. Such an engine gets no requests and does not count for
+        `EnginePool.live`, so that it does not hold up admission, until it has loaded the newest version."""
         now, allowed = asyncio.get_running_loop().time(), seconds + self.load_interval
         late = bool(self._missing) and now - self._missing[0][1] > allowed
         if late and self.counts:
@@ -167,7 +165,8 @@ class EngineHandle:
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
     async def start(self, publication: float = 0.0) -> None:
-        """Start the engine's process; returns when it serves the newest published version.
+        """Start the engine's process; returns when it serves the newest published version. After an error the process
+        may still run.
 
         `publication`: seconds to wait for the first publication, in addition to `deadlines.start`.
 
@@ -186,20 +185,16 @@ class EngineHandle:
         self._publication.set()  # a version may have been published meanwhile
 
     def suspect(self) -> None:
-        """Mark an engine that is UP as suspected, after a request broke off. It gets no new requests until it replies
-        to a health request or is replaced."""
+        """Mark the engine as suspected if it is UP, after a request broke off; in other states nothing changes. It gets
+        no new requests until it replies to a health request or is replaced (both by `supervise`)."""
         if self.state is EngineState.UP:
             self._becomes(EngineState.SUSPECTED, self.version)
             self._suspicion.set()
 
     async def supervise(self, say: Callable[[str], None]) -> NoReturn:
-        """Replace the engine's process whenever it ends, and kill a suspected one that stays silent; runs until it
-        raises. `say` gets a log line for each replacement.
-
-        Raises:
-            RoleDied: the process died more often than `deadlines.engine_restarts` allows.
-            UnprovenWeights: the engine was ended for weights that it could not prove, and must not be replaced.
-        """
+        """Replace the engine's process whenever it ends, unless the engine is leaving, and kill a suspected one that
+        stays silent; runs until it raises or is cancelled. `say` gets a log line for each replacement. Raises as
+        `replace`."""
         await gather_or_cancel(self._replace_when_it_ends(say), self._reinstate())
         raise AssertionError("a watcher never ends by itself")
 
@@ -211,14 +206,16 @@ class EngineHandle:
             await self.replace(how, say)
 
     async def replace(self, how: str, say: Callable[[str], None], publication: float = 0.0) -> None:
-        """Start a new process after the engine's process has ended; does nothing if the engine is leaving.
+        """Start a new process after the engine's process has ended; returns when it serves the newest version. Does
+        nothing if the engine is leaving.
 
-        `how`: how the process ended, for the log. `say`: gets a log line. `publication`: seconds to wait for the first
-        publication, in addition to `deadlines.start`.
+        `how`: how the process ended, for the log. `say`: gets a log line for each start. `publication`: seconds to wait
+        for the first publication, in addition to `deadlines.start`.
 
         Raises:
             RoleDied: the process died more often than `deadlines.engine_restarts` allows.
             UnprovenWeights: the engine was ended for weights that it could not prove, and must not be replaced.
+            WireError: the newest version is damaged, or not of this model.
         """
 
         async def start() -> None:
@@ -288,14 +285,21 @@ class EngineHandle:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """Note that `version` is the newest in the mailbox now; `keep_loaded` then loads it."""
+        """Note that `version` is the newest in the mailbox now, which wakes `keep_loaded`."""
         self.published = version
         if self.version is not None and self.version < version:
             self._missing.append((version, asyncio.get_running_loop().time()))
         self._publication.set()
 
     async def keep_loaded(self) -> NoReturn:
-        """Load each newer published version, forever. A lost engine becomes suspected; other errors are raised."""
+        """Load each newer published version, at most one in `load_interval` seconds; runs until it raises or is
+        cancelled. An engine that does not reply becomes suspected.
+
+        Raises:
+            UnprovenWeights: its weights were not proven, nor were those of the process before it.
+            WireError: the newest version is damaged, or not of this model.
+            DeadlineExceeded: a load made no progress.
+        """
         while True:
             await self._publication.wait()
             await self._until_due()
@@ -322,22 +326,22 @@ class EngineHandle:
                 self._becomes(self.state, version)
 
     def discard(self, doubt: UnprovenWeights) -> None:
-        """Kill the engine after a failed proof of its weights, so that it is replaced. Raises `doubt` if its previous
-        proof failed too."""
+        """Kill the engine's process after a failed proof of its weights (`doubt`), so that it is replaced. If the proof
+        before failed too, raises `doubt` instead, and kills nothing."""
         if self.proving.doubts(self.name):
             raise doubt
         self.end_for(doubt, final=False)
 
     def end_for(self, doubt: UnprovenWeights, final: bool) -> None:
-        """Kill the engine because of `doubt`, which names what is wrong with its weights. The engine is replaced; if
-        `final`, `supervise` raises `doubt` instead."""
+        """Kill the engine's process because of `doubt`, which names what is wrong with its weights. `supervise`
+        replaces it, or raises `doubt` if `final`."""
         self._doubt = doubt if final else None
         self.condemn()
         self.process.kill()
 
     def condemn(self) -> bool:
-        """Give the engine no requests until its process has ended, by itself or killed once it answers again: an order
-        to kill it does not reach a machine that is silent. Returns whether this is new."""
+        """Give the engine no requests until its process has ended: by itself, or killed by `supervise` once it answers
+        again. (An order to kill it does not reach a machine that is silent.) Returns False if that was so already."""
         before, self._condemned = self._condemned, True
         self.suspect()
         return not before
@@ -350,10 +354,10 @@ class EngineHandle:
             await asyncio.sleep(min(early, _POLL_SECONDS))
 
     async def _newest(self) -> int:
-        """Make a started engine load the newest published version; returns the version. An older one must not be
-        served: no version before the live one may sample a new group. An engine that cannot be reached is tried again
-        as long as its process runs. Raises RoleDied if the process ends, also if its weights are not proven and it is
-        killed for that."""
+        """Make a started engine load the newest published version, or keep its own if that is newer; returns the
+        version. An older one must not be served: no version before the live one may sample a new group. An engine that
+        cannot be reached is tried again as long as its process runs. Raises as `start`, without a deadline of its
+        own."""
         while True:
             if not self.process.running:
                 raise RoleDied(self.name, await self.process.ended(), str(self.process.log))
@@ -376,6 +380,7 @@ class EngineHandle:
 
     async def reach(self, version: int) -> None:
         """Load `version` if the engine serves an older one; returns when it serves `version` or newer, or is leaving.
+        An engine that is down is waited for: `supervise` must run.
 
         Raises:
             DeadlineExceeded: no sign of life for `deadlines.start` seconds.
@@ -389,7 +394,8 @@ class EngineHandle:
                 await (self._load(version) if self.state is EngineState.UP else asyncio.sleep(RETRY_SECONDS))
 
     async def until_it_serves(self, version: int) -> None:
-        """Wait until the engine serves `version` or newer; `keep_loaded` then loads without regard to `load_interval`.
+        """Wait until the engine serves `version` or newer; returns at once if it does. Meanwhile `keep_loaded`, which
+        must run, does not wait for `load_interval`.
 
         Raises:
             EngineLeft: the engine no longer takes requests.
@@ -411,10 +417,8 @@ class EngineHandle:
     # ── requests and counters ────────────────────────────────────────────────────────────────────
 
     async def give_up(self, spared: Callable[[str], bool] = lambda id: False) -> None:
-        """Abort the engine's open requests. `spared`: takes a request id; True: the request is left alone.
-
-        Returns when the aborted requests have ended, or after a second.
-        """
+        """Abort the engine's open requests. `spared`: takes a request id; True: the request is left alone. Returns when
+        the others have ended, after a second, or when the engine does not reply; raises none of these."""
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):
                 for id in [id for id in self.open if not spared(id)]:
@@ -438,9 +442,10 @@ class EngineHandle:
         return {}
 
     def poll(self, *, anew: bool = False) -> asyncio.Task[None]:
-        """Fetch the engine's counters and spans in a task, which is returned. A later call returns the same task until
-        the reply has come, so a caller that stops waiting loses nothing. `anew`: ask again after that reply, which may
-        be of a moment before this call."""
+        """Fetch the engine's counters and spans in a task, which is returned; it sets `health`, or changes nothing if
+        the engine does not reply. A later call returns the same task until the reply has come, so a caller that stops
+        waiting loses nothing. `anew`: return a task that asks again after that reply, which may be of a moment before
+        this call."""
         before = self._poll
         if before is None or before.done():
             self._poll = asyncio.create_task(self._fetch_health())

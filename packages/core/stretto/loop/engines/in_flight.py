@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
 
 
 class Engines(Protocol):
-    """The engines of a run (`loop.engines.pool.EnginePool`)."""
+    """The engines of a run: two methods of `loop.engines.pool.EnginePool`."""
 
     def generate(self, request: GenerateRequest, /, *, least: int = 0) -> AsyncIterator[Completion]: ...
 
@@ -32,8 +32,8 @@ class Engines(Protocol):
 
 
 class SegmentJournal(Protocol):
-    """Journal of the tokens in flight, by trajectory id and segment index `node`. The ledger satisfies it
-    (`store.ledger.ledger.Ledger`)."""
+    """Journal of the tokens in flight, by trajectory id and segment index `node`: two methods of
+    `store.ledger.ledger.Ledger`."""
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None: ...
 
@@ -53,7 +53,7 @@ class Prefix:
 
     @property
     def segment(self) -> Segment:
-        """All tokens as one segment; an empty one without tokens."""
+        """All tokens as one segment; an empty segment if there are none."""
         if len(self._pieces) > 1:
             self._pieces = [Segment.whole(self._pieces)]
         return self._pieces[0] if self._pieces else Segment()
@@ -61,7 +61,8 @@ class Prefix:
 
 @dataclass
 class GroupInFlight:
-    """Progress of one group in flight, by member. A turn of a session is a group with one member."""
+    """Progress of one group in flight, by member (index in the group). A turn of a session is a group with one
+    member."""
 
     ended: dict[int, Completion] = field(default_factory=dict)
     prefixes: dict[int, Prefix] = field(default_factory=dict)  # journaled tokens of members that have not ended
@@ -76,15 +77,10 @@ class GroupInFlight:
     request_id: str = ""  # id of the open request
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
-        """Make the next request to an engine for this group. It becomes the *open request*, of which results are
-        accepted.
+        """Return the next request to send to an engine for this group: `of`, the request for the whole group, for
+        unfinished members only, with their journaled tokens as prefixes. A turn of a session gets a new id.
 
-        Args:
-            of: request for the whole group, as it was first made.
-
-        Returns:
-            `of` for unfinished members only, with their journaled tokens as prefixes; a turn of a session gets a new
-            id.
+        It becomes the *open request*, the only one whose results are accepted.
         """
         self.serial += 1
         self.before = {member: prefix.segment for member, prefix in self.prefixes.items()}
@@ -97,8 +93,8 @@ class GroupInFlight:
         return msgspec.structs.replace(of, id=self.request_id, seeds=seeds, prefixes=prefixes if resumed else ())
 
     def extend(self, pieces: Mapping[int, Segment]) -> Iterator[tuple[int, Segment]]:
-        """Append new tokens, one member at each iteration. `pieces`: by index in `members` of the open request. Yields
-        (member, its new tokens) for members that have not ended."""
+        """Append new tokens to the prefixes, one member at each iteration. `pieces`: the tokens, by index in `members`
+        of the open request. Yields (member, its new tokens); leaves out members that have ended."""
         for place, piece in pieces.items():
             member = self.members[place]
             if member not in self.ended:  # else its last tokens have arrived meanwhile
@@ -106,8 +102,9 @@ class GroupInFlight:
                 yield member, piece
 
     def retract(self) -> Iterator[tuple[int, int]]:
-        """Drop all tokens that the open request has brought, and ignore any that still arrive; takes effect while it is
-        iterated. Yields each affected member with its number of tokens before that request."""
+        """Drop the tokens that the open request has brought for members that have not ended, and ignore any that still
+        arrive; takes effect while it is iterated. Yields (member, its number of tokens before that request) for each
+        member that has lost some."""
         self.serial += 1
         for member in self.members:
             before = Prefix(self.before.get(member, Segment()))
@@ -116,8 +113,8 @@ class GroupInFlight:
                 yield member, before.tokens
 
     def pieces(self, id: str) -> Iterator[tuple[str, Segment, int]]:
-        """Yield the tokens of ended members that are not journaled yet, as (trajectory id, tokens, segment index).
-        They count as journaled from then on. `id`: group id."""
+        """Yield the tokens of ended members that are not journaled yet, as arguments for `SegmentJournal.journal`, one
+        member at each iteration, which counts as journaled to its end from then on. `id`: group id."""
         for member in sorted(self.ended.keys() - self.journaled):
             self.journaled.add(member)
             yield self.place(id, member, self.ended[member].segment.after(self.known(member)))
@@ -128,7 +125,8 @@ class GroupInFlight:
 
     @property
     def whole(self) -> int:
-        """Number of tokens, if all completions have ended; else 0. Engines count the tokens of aborted requests."""
+        """Number of sampled tokens, if all completions have ended; else 0: an engine counts the tokens of an unfinished
+        request as wasted when it is aborted."""
         ended = self.judging or (bool(self.members) and self.ended.keys() >= set(self.members))
         return sum(completion.segment.length for completion in self.ended.values()) if ended else 0
 
@@ -138,7 +136,9 @@ class GroupInFlight:
 
 
 class InFlight:
-    """Generates completions for the workflow and journals their tokens. `generate` satisfies `core.engine.Generate`."""
+    """Generates completions for the workflow, and journals their tokens, so that another engine, or a resumed run,
+    continues them. Groups start with `generate` (single turns), or `begin` and `turn` (sessions), and end with
+    `forget`."""
 
     def __init__(
         self, engines: Engines, journal: SegmentJournal | None, restored: Mapping[str, GroupInFlight] | None = None
@@ -159,11 +159,13 @@ class InFlight:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Completion]:
         """Generate the group of `request`; yields its completions in the order of the members, once the last has ended.
 
-        If an engine is lost, the request is sent again with the journaled tokens as prefixes.
+        If an engine is lost, the request is sent again with the journaled tokens as prefixes; without a journal it
+        starts again. After `end`, no request is sent, and this waits until it is cancelled.
 
         Raises:
             EngineLost: more than three engines were lost with this group, so the group may be the cause.
             RefusedRequest: an engine refused the request.
+            DeadlineExceeded: no engine took the request, or none answered, in time.
         """
         group = self._groups.setdefault(request.id, GroupInFlight())
         try:
@@ -195,20 +197,20 @@ class InFlight:
             yield completion
 
     def begin(self, session: str, restored: Sequence[Segment] = ()) -> None:
-        """Allow turns of the trajectory `session` until its group is forgotten. `restored`: the trajectory's segments,
-        by index, as an earlier process of the run has journaled them."""
+        """Allow turns of the trajectory with id `session` until its group is forgotten. `restored`: the trajectory's
+        segments, in order, as an earlier process of the run has journaled them."""
         turns = self._turns.setdefault(session.rpartition("/")[0], {})
         turns.update({f"{session}:{node}": one.length for node, one in enumerate(restored) if one.sampled})
 
     async def turn(self, session: str, request: TurnRequest) -> Segment:
-        """Sample one whole turn of the trajectory with id `session`; with the id bound, this is a
-        `stretto_workflows.session.Sampler`.
+        """Sample one whole turn of the trajectory with id `session`, and return its tokens; with the id bound, this is
+        a `stretto_workflows.session.Sampler`. A turn that was begun, by `request.node`, is continued.
 
         The turn is journaled before this returns, so the ledger never holds a later turn without it.
 
         Raises:
-            EngineLost: more than three engines were lost with this turn, so the turn may be the cause.
-            RefusedRequest: an engine refused the turn, or the trajectory's group was given up.
+            EngineLost, DeadlineExceeded: as `generate`.
+            RefusedRequest: an engine refused the turn, or the trajectory's group was not begun or is forgotten.
         """
         id, of = f"{session}:{request.node}", session.rpartition("/")[0]
         if of not in self._turns:
@@ -229,23 +231,21 @@ class InFlight:
         raise AssertionError("a request is one completion, or an error")
 
     def end(self) -> None:
-        """Stop retrying: the run ends, and its completions are about to be aborted."""
+        """Send no more requests, also after a loss: the run ends, and its completions are about to be aborted."""
         self._ending = True
 
     def forget(self, id: str, kept: int = 0) -> int:
-        """Drop a group that is judged or given up. `kept`: number of sampled tokens in its trajectories.
-
-        Returns:
-            Number of tokens of whole groups and turns that are in no trajectory. (The engines count those of aborted
-            requests.)
-        """
+        """Drop the group with this id, with its turns: it is judged or given up. `kept`: number of sampled tokens in
+        its trajectories. Returns how many sampled tokens of whole groups and turns are in no trajectory; 0 for an
+        unknown id. (The engines count those of aborted requests.)"""
         turns = self._turns.pop(id, {})
         groups = {one: group for one in (id, *turns) if (group := self._groups.pop(one, None)) is not None}
         ended = {one: group.whole for one, group in groups.items() if group.whole}
         return max(0, sum((turns | ended).values()) - kept)
 
     def sampled(self, id: str) -> int:
-        """Number of tokens received so far of the group with this id, all turns included; 0 if it is unknown."""
+        """Number of sampled tokens received so far of the group with this id, all turns included; 0 if it is
+        unknown."""
         parts = [group for name in (id, *self._turns.get(id, ())) if (group := self._groups.get(name)) is not None]
         ended = sum(completion.segment.length for group in parts for completion in group.ended.values())
         return ended + sum(
@@ -259,9 +259,10 @@ class InFlight:
 
     async def keep(self, patience: float | None = None) -> None:
         """Fetch the new tokens of all groups in flight from the engines and journal them. A crash loses only tokens
-        sampled after the last call.
+        sampled after the last call. Does nothing without a journal.
 
-        `patience`: seconds to wait for an engine, which replies between two decoding steps; None: `deadlines.answer`.
+        `patience`: seconds to wait for an engine, which replies between two decoding steps, else it is left out; None:
+        `deadlines.answer`.
         """
         if (journal := self._journal) is None:
             return
@@ -290,7 +291,8 @@ def _given_up(session: str) -> RefusedRequest:
 def restore(
     controller: Controller, state: ControllerState, unfinished: Sequence[UnfinishedGroup]
 ) -> dict[str, GroupInFlight]:
-    """Put the groups that an earlier process of the run left untrained back into the controller.
+    """Put the groups that an earlier process of the run left untrained, buffered or in flight, back into the
+    controller.
 
     Args:
         state: state of the earlier controller; its count of failures per group is used.
@@ -306,8 +308,8 @@ def restore(
 
 
 def progress_of(group: UnfinishedGroup) -> GroupInFlight:
-    """Journaled tokens of a group whose completions are single turns (one segment each). A segment with a stop reason
-    has ended; the others are prefixes to be continued."""
+    """Journaled tokens of a group whose completions are single turns (of several segments the first is read). A segment
+    with a stop reason has ended; the others are prefixes to be continued."""
     known = {member: found.segments[0] for member, found in group.members.items() if found.segments}
     ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
     return GroupInFlight(

@@ -51,7 +51,7 @@ _MARGIN = 6.0
 _ENOUGH_TOKENS = 32  # tokens of an engine needed for a meaningful mean
 _ASKED_TOKENS = 64  # tokens that an engine recomputes
 _UNJUDGED = 2  # versions that an engine loads without a judgement before it is asked to recompute tokens
-THE_TRAINER, ITSELF = "the trainer", "its own forward"  #: the judge that recomputed sampled tokens
+THE_TRAINER, ITSELF = "the trainer", "its own forward"  #: judges: what recomputed sampled tokens
 _RANGES = 64  # of proven versions kept by engine; beyond, the oldest two become one, with versions never loaded between
 _NAMED = 3  # most tensors named in a message
 _LONGEST_NAME = 200  # characters of the name of one, which an engine says
@@ -82,7 +82,8 @@ class _ComputesIn(msgspec.Struct):
 
 
 class Proving:
-    """Checks the engines of a run by canaries and by their sampled tokens; keeps the results and the tolerances.
+    """Checks the engines of a run by canaries and by their sampled tokens; keeps the results and the tolerances. One
+    instance serves all engines of a pool.
 
     Nothing is checked before `expect` is called: without a trainer there are no canaries.
     """
@@ -110,8 +111,7 @@ class Proving:
         self._expected, self._say = True, say
 
     def replace_with(self, distrust: Distrust) -> None:
-        """Set `distrust`: called when an engine must be ended. Its arguments: an error that names the engine, and
-        whether it must not be replaced."""
+        """Set the function that ends an engine whose sampled tokens disagree with recomputed ones (`Distrust`)."""
         self._distrust = distrust
 
     def published(self, canary: Canary | None) -> None:
@@ -123,7 +123,7 @@ class Proving:
                 del self._canaries[version]
 
     def doubts(self, engine: str) -> bool:
-        """Record a failed proof of this engine; returns whether its previous proof failed too."""
+        """Record that `load` has failed for this engine; returns whether the load before failed too."""
         before = engine in self._doubted
         self._doubted.add(engine)
         return before
@@ -131,13 +131,13 @@ class Proving:
     def agreed(self, agreement: Sequence[Agreement], judge: str = THE_TRAINER) -> None:
         """Judge engines by the log-probabilities of their sampled tokens, compared with recomputed ones.
 
-        Comparisons are summed until an engine has 32 tokens. An engine over the limit twice in a row is replaced: the
-        function set by `replace_with` is called. If its replacement fails in the same way, that call says that it must
-        not be replaced again.
+        Comparisons are summed until an engine has 32 tokens and a proof. An engine over the limit for the first time is
+        logged; twice in a row, it is replaced: the function set by `replace_with` is called. If its replacement fails
+        in the same way, that call says that it must not be replaced again.
 
         Args:
             agreement: one `Agreement` per engine.
-            judge: who recomputed the log-probabilities, for messages.
+            judge: `THE_TRAINER` or `ITSELF`; each is judged on its own, and named in messages.
         """
         for one in agreement:
             case = one.engine, judge
@@ -166,14 +166,16 @@ class Proving:
             self._distrust(UnprovenWeights(engine, told, 1), final)
 
     def _to_compute_again(self, engine: str) -> int:
-        """Number of its own sampled tokens that an engine is asked to recompute at its next load."""
+        """Number of its own sampled tokens that an engine is asked to recompute at its next load; 0: it is judged often
+        enough."""
         doubted = {(engine, ITSELF)} & (self._apart | self._replaced)
         return _ASKED_TOKENS if doubted or self._unjudged[engine] >= _UNJUDGED else 0
 
     async def load(self, spec: EngineSpec, client: Engine, version: int, served: int = -1) -> int:
-        """Make an engine load `version` and check its weights; a failed load is repeated once.
+        """Make an engine load `version` and check its weights; a load that is not proven is repeated once.
 
-        Before `expect` is called there is no check, and an engine whose version (`served`) is not older loads nothing.
+        Before `expect` is called there is no check, and an engine whose version (`served`; -1: always load) is not
+        older loads nothing.
 
         Returns:
             The version that the engine serves now: `version`, or a newer one.
@@ -245,7 +247,7 @@ class Proving:
 
     @property
     def record(self) -> CanaryRecord:
-        """The state to keep in the ledger."""
+        """The results so far, to keep in the ledger for `restore`."""
         return CanaryRecord(
             since=self._since,
             token_ids=self._text,

@@ -24,7 +24,7 @@ class EngineState(Enum):
 
 
 class Roster:
-    """One row per engine name; an engine that returns under the same name keeps its row.
+    """The run's engines, one row per name; an engine that returns under the same name keeps its row.
 
     Example::
 
@@ -47,7 +47,8 @@ class Roster:
 
     def restore(self, earlier: Sequence[Membership], step: int) -> None:
         """Take over the rows of an earlier process of the run, with its engines marked as left. `step`: the newest
-        finished step. Engines that have joined already keep their rows."""
+        finished step. Engines that have joined this process already are marked as serving, at the step that their
+        earlier row has, or at `step`."""
         self.step = step
         present, self._rows = self._rows, {row.name: row for row in earlier}
         for row in earlier:
@@ -62,7 +63,7 @@ class Roster:
         self._rows[name] = msgspec.structs.replace(row, kind=kind, host=host, version=version, left_step=None)
 
     def left(self, name: str, reason: str) -> None:
-        """Record that an engine is gone, for good or until it is replaced. Ignored for a name without a row: the engine
-        has never served."""
+        """Record that an engine is gone, for good or until it is replaced, and why. Ignored if its row says so already,
+        and for a name without a row: the engine has never served."""
         if (row := self._rows.get(name)) is not None and row.left_step is None:
             self._rows[name] = msgspec.structs.replace(row, left_step=self.step, reason=reason)

@@ -28,8 +28,8 @@ from stretto.rollout.single_turn import GroupWorkflow
 
 
 class _Portion:
-    """Groups that one engine generates together. The request is sent once every group that is still in the portion has
-    called `generate`."""
+    """Groups that one engine generates together. Their requests are sent, in one call, once every group that is still
+    in the portion has called `generate`. `ids`: of the groups, in the order of the round."""
 
     def __init__(self, generate: Generate, ids: Sequence[str]) -> None:
         self._generate = generate
@@ -62,7 +62,7 @@ class _Portion:
                 self._generating.cancel()
 
     def leave(self, id: str) -> None:
-        """Remove a group that will not call `generate` again; the others no longer wait for it."""
+        """Remove the group with this id, which will not call `generate` again; the others no longer wait for it."""
         self._wanted.discard(id)
         self._send_if_all_have_come()
 
@@ -80,9 +80,11 @@ class _Portion:
                 queue.put_nowait(error)
 
     async def _divided(self, requests: Sequence[GenerateRequest], had: set[tuple[str, int]]) -> None:
-        """Send requests together, and deliver their completions, but those of `had`. An engine that refuses one of them
-        refuses all: each half of those that are left is sent again, one after the other, until a refused one is alone.
-        Which one that is depends on the questions and the weights alone, and so does what runs together."""
+        """Send requests together, and put their completions into the groups' queues, but those of `had`: (group id,
+        member) of completions that came earlier, to which these are added. An engine that refuses one of them refuses
+        all: each half of those that are left is sent again, one after the other, until a refused one is alone, whose
+        queue gets the error. Which one that is depends on the questions and the weights alone, and so does what runs
+        together."""
         try:
             async for completion in self._generate(*requests):
                 place = completion.request, completion.member
@@ -117,8 +119,8 @@ class Rounds:
         self._missing: set[str] = set()  # groups not judged yet
 
     def together(self, workflow: GroupWorkflow) -> GroupWorkflow:
-        """Wrap `workflow`. The returned workflow takes a ticket and returns its judged trajectories, but only when all
-        groups of the round are judged or have failed."""
+        """Wrap `workflow`. The returned workflow does the same, but returns or raises only when all groups of the round
+        are judged or have failed. A group that is cancelled leaves at once."""
 
         async def until_all_are_judged(ticket: Ticket) -> Sequence[Trajectory]:
             self._begin(ticket.group_id)
@@ -137,12 +139,8 @@ class Rounds:
 
     def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
         """Wait until all groups of the request's portion of the round have called this, then yield the completions of
-        the group. `least` is ignored: all engines of a round serve the same version.
-
-        Raises:
-            EngineLost: the engine was lost. The portion is sent again once all of its groups have called this again.
-            RefusedRequest: the engine refused this request.
-        """
+        the group; raises as `_Portion.generate`. `request.id` is the id of a group in `together`. `least` is ignored:
+        all engines of a round serve the same version."""
         return self._portions[request.id].generate(request)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
@@ -150,7 +148,8 @@ class Rounds:
         return {}
 
     def _begin(self, id: str) -> None:
-        """Divide the round into portions when its first group starts; all groups of the round are admitted by then."""
+        """Divide the round into portions when its first group starts; all groups of the round are admitted by then.
+        Does nothing for the later groups. `id`: of the group that starts."""
         if id in self._missing:
             return
         ids = [ticket.group_id for ticket in self._tickets()]

@@ -12,7 +12,8 @@ LOSSES = 3
 
 
 class Router:
-    """Chooses the engine with the fewest completions in flight among those that are up.
+    """Chooses the engine with the fewest completions in flight among those that are up; of several, the first. It only
+    counts: the caller sends the requests. `engines`: names of those that are up at the start.
 
     >>> router = Router(["engine-0", "engine-1"])
     >>> router.start(8), router.start(8), router.start(8)
@@ -42,8 +43,8 @@ class Router:
         return self._load.get(engine, 0)
 
     def start(self, completions: int) -> str | None:
-        """Choose an engine for `completions` completions and add them to its load; None while no engine is
-        available."""
+        """Choose an engine for `completions` completions, add them to its load, and return its name; None while no
+        engine is available. The caller calls `finish` with the same number later."""
         engine = min(self._free(), key=self._load.__getitem__, default=None)
         if engine is not None:
             self._load[engine] += completions
@@ -54,11 +55,11 @@ class Router:
         self._load[engine] -= completions
 
     def leave(self, engine: str) -> None:
-        """Give this engine no more groups: it is down."""
+        """Give this engine no more groups: it is down. It must be up; its load is kept."""
         del self._up[engine]
 
     def join(self, engine: str) -> None:
-        """Give this engine groups: it is up, with the newest version."""
+        """Give this engine groups: it is up, with the newest version. An engine that was known keeps its load."""
         self._load.setdefault(engine, 0)
         self._up[engine] = None
 
@@ -96,7 +97,7 @@ def attempts() -> Iterator[contextlib.AbstractContextManager[object]]:
     """Yield a context manager for each attempt to use an engine.
 
     A context manager suppresses EngineLost, so that the loop tries again. The last one, after three losses, does not.
-    An engine that leaves the run (EngineLeft) does not count as a loss.
+    An engine that leaves the run (EngineLeft) does not count as a loss. After a success the caller leaves the loop.
 
     Example::
 
