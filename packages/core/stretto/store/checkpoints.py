@@ -49,8 +49,8 @@ class Manifest(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its step and folder. `broken`: an error message for each newer checkpoint that is
-    broken."""
+    """A complete checkpoint: its step and folder. `broken`: an error message for each newer checkpoint that was passed
+    over because it is broken, newest first."""
 
     step: int
     path: Path
@@ -58,7 +58,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in `folder`; the newest `keep` are kept.
+    """The checkpoints of one run, in `folder`; the newest `keep` (at least 1) are kept.
 
     Example::
 
@@ -79,7 +79,8 @@ class Checkpoints:
         folder.
 
         `write` is called with an empty folder and writes its files there. Then the folder gets its manifest, is synced
-        to disk, and is renamed to its final name. After an error nothing has changed.
+        to disk, and is renamed to its final name. After an error nothing has changed; an error of `write` is raised
+        unchanged, unless it is an OSError.
 
         Raises:
             StoreError: the folder cannot be written (disk full, read-only, removed); names the path.
@@ -115,12 +116,12 @@ class Checkpoints:
         return sorted(int(match[1]) for match in matches if match)
 
     def latest(self, at_most: int | None = None) -> Checkpoint | None:
-        """Find the newest complete checkpoint of step `at_most` (None: any step) or earlier; every byte is checked.
-        None if there is no checkpoint.
+        """Find the newest complete checkpoint of step `at_most` (None: any step) or earlier; every byte of it is
+        checked. None if there is no checkpoint of these steps.
 
         Raises:
-            StoreError: there are checkpoints, and all are broken (names the fault of each); or their folder is a link
-                to a folder that does not exist.
+            StoreError: there are such checkpoints, and all are broken (names the fault of each); or their folder is a
+                link to a folder that does not exist.
         """
         broken: list[str] = []
         for step in reversed(self.steps()):
@@ -139,7 +140,8 @@ class Checkpoints:
 
     def set_aside_after(self, step: int) -> None:
         """Rename all checkpoints after `step` to ``broken-step-...``, or remove them where folders cannot be renamed.
-        For a run that is resumed from `step` because they are broken; they are not checked here."""
+        For a run that is resumed from `step` because they are broken; they are not checked here. Raises OSError if they
+        can be neither renamed nor removed."""
         for later in (number for number in self.steps() if number > step):
             path = self.path(later)
             aside = self._folder / f"broken-{path.name}"
@@ -170,9 +172,9 @@ class Checkpoints:
         self.set_aside_after(version)
 
     def take_back(self, *, locked: bool) -> None:
-        """Restore the names of checkpoints that a killed process had moved aside for a successor and not replaced.
-        Changes nothing while another process may be saving. `locked`: whether the caller holds the run folder's lock.
-        """
+        """Restore the names of checkpoints that a killed process had moved aside for a successor and not replaced, and
+        remove its temporary files (`sweep`). `locked`: the caller holds the run folder's lock. Otherwise nothing
+        changes while another process holds it."""
         if locked:
             sweep([self._folder])
         elif any(self._folder.glob(".step-*.old")) and not lock.is_held(self._folder.parent):
@@ -189,7 +191,8 @@ class Checkpoints:
 
 
 def verify(path: Path) -> Manifest:
-    """Check every byte of the checkpoint in this folder against its manifest, which is returned.
+    """Check every byte of the checkpoint in the folder `path` (``step-000040``) against its manifest, which is
+    returned.
 
     Raises:
         StoreError: the manifest cannot be read, or is of another step; or a file is missing, is not in the manifest,
@@ -235,7 +238,8 @@ def _verify_file(file: Path, seal: FileSeal, source: str) -> None:
 
 
 def seal_files(folder: Path) -> dict[str, FileSeal]:
-    """Compute size and checksum of all files in a folder and its sub-folders, by relative path."""
+    """Compute size and checksum of all files in a folder and its sub-folders, by relative path. Raises OSError if one
+    cannot be read."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {str(file.relative_to(folder)): FileSeal(size=file.stat().st_size, xxh3=_checksum(file)) for file in files}
 
@@ -252,8 +256,8 @@ def _seal(step: int, part: Path) -> None:
 
 
 def _switch(part: Path, final: Path) -> None:
-    """Rename `part` to `final`, or copy it where folders cannot be renamed. An older folder `final` is moved aside
-    first, and removed at the end."""
+    """Rename the folder `part` to `final`, or copy it where folders cannot be renamed. An older folder `final` is moved
+    aside first, and removed at the end, or put back after an error."""
     aside = final.with_name(f".{final.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -271,7 +275,8 @@ def _switch(part: Path, final: Path) -> None:
 
 
 def _copy(part: Path, final: Path) -> None:
-    """Copy file by file, the manifest last, so that an incomplete folder has none."""
+    """Copy the folder `part` to `final`, whose content is removed first, file by file. The manifest comes last, so that
+    an incomplete folder has none."""
     (final / _MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(final, ignore_errors=True)
     files = [path.relative_to(part) for path in part.rglob("*") if path.is_file()]

@@ -40,15 +40,16 @@ _FAILED = re.compile(r"^[\d-]{10} [\d:]{8}  failed: (.*)", re.MULTILINE | re.DOT
 
 
 class Ending(Record, frozen=True):
-    """State that the newest process of a run has recorded. `reason`: why it stopped, failed, or finished before the
-    last step."""
+    """State that the newest process of a run has recorded (see the module). `reason`: why it stopped, failed, or
+    finished before the last step; "" if none is known."""
 
     how: Literal["running", "finished", "stopped", "failed"]
     reason: str = ""
 
     @classmethod
     def of_code(cls, code: int) -> Ending:
-        """Ending of a process with this exit code: 0 is finished, 128 + n is stopped by signal n, any other is failed.
+        """Return the ending of a process with this exit code: 0 is finished, 128 + n is stopped by signal n, any other
+        is failed.
 
         >>> Ending.of_code(143).reason
         'stopped by SIGTERM'
@@ -62,7 +63,8 @@ class Ending(Record, frozen=True):
 
     @classmethod
     def of_error(cls, error: BaseException, told: str = "") -> Ending:
-        """Ending of a process that raised `error`. `told`: message to record in place of the error's own."""
+        """Return the ending of a process that raised `error`: failed, with its message, cut to 600 characters, or its
+        type if there is none. `told`: message to record in place of the error's own; "": the error's own."""
         return cls("failed", cut(told or str(error)) or type(error).__name__)
 
 
@@ -83,7 +85,7 @@ class Condition(Record, frozen=True):
 
 
 def condition(path: str | Path) -> Condition:
-    """State of the run in a folder.
+    """Determine the state of the run in the folder `path` (`condition_of`). A folder without a run is ``dead``.
 
     Raises:
         StoreError: its ledger or its log cannot be read.
@@ -93,11 +95,11 @@ def condition(path: str | Path) -> Condition:
 
 
 def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callable[[], str]) -> Condition:
-    """Determine the state of the run in `folder`.
+    """Determine the state of the run in `folder`. A branch of `stretto replay` that no process holds is finished.
 
     Args:
         ending: reads the ending from the ledger; None: there is none.
-        log: reads the end of the log.
+        log: reads the end of the log, as text; "" if there is none. Neither is called for a run that is running.
 
     Raises:
         Exception: any error of `ending` or `log`.
@@ -118,7 +120,8 @@ def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callabl
 
 
 def branch_of(folder: Path) -> Branch | None:
-    """Origin of a branch of `stretto replay`; None if the run is no branch, or its origin cannot be read."""
+    """Read the origin of the run in `folder` if it is a branch of `stretto replay`; None if it is none, or its origin
+    cannot be read."""
     try:
         with open(open_plain(folder / ORIGIN), "rb") as file:
             return msgspec.json.decode(file.read(_LARGEST_ORIGIN), type=Branch)
@@ -127,7 +130,8 @@ def branch_of(folder: Path) -> Branch | None:
 
 
 def read_ending(ledger: Path) -> Ending | None:
-    """Read the ending from a ledger; None if there is no ledger, or an earlier version of stretto wrote it.
+    """Read the ending from the ledger at this path; None if there is no file, or an earlier version of stretto wrote
+    it.
 
     Raises:
         StoreError: the ledger cannot be read.
@@ -139,7 +143,7 @@ def read_ending(ledger: Path) -> Ending | None:
 
 
 def cut(text: str) -> str:
-    """Shorten a text to at most 600 characters and an ellipsis."""
+    """Strip a text, and shorten it to 600 characters and an ellipsis if it is longer."""
     text = text.strip()
     return text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON]}…"
 

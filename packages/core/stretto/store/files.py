@@ -42,7 +42,8 @@ def is_lacking(error: OSError) -> bool:
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Context manager: a temporary file, open for writing. At the end of the block it is synced to disk and renamed to
-    `path`, replacing an older file. If the block raises, nothing has changed."""
+    `path`, replacing an older file; the caller syncs the folder. If the block raises, nothing has changed. An OSError
+    names `path`."""
     temporary = _part(path)
     try:
         with naming(path), temporary.open("wb") as file:
@@ -99,7 +100,8 @@ def _record(path: Path) -> str | None:
 
 
 def write_atomically(path: Path, data: bytes | bytearray) -> None:
-    """Write `data` to the file `path` and sync it to disk. Readers see the old file or the new one, never a part."""
+    """Write `data` to the file `path`, replacing an older one, and sync it to disk. Readers see the old file or the new
+    one, never a part. Raises OSError if it cannot be written; the old file then stays."""
     with whole_file(path) as file:
         file.write(data)
     sync(path.parent)
@@ -124,7 +126,8 @@ def identity(path: Path) -> tuple[int, int] | None:
 
 
 def sync(path: Path) -> None:
-    """Sync a file's contents, or a folder's entries, to disk, where the file system supports it."""
+    """Sync a file's contents, or a folder's entries, to disk; does nothing where the file system has no sync. Raises
+    OSError if the path cannot be opened, or the disk fails."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -47,10 +47,10 @@ class EngineRecord(Membership, frozen=True):
 class WeightsSummary(Record, frozen=True):
     """Weight transfers to the engines: medians over the newest 99; None if there are none.
 
-    `medium`: shared_memory, http or broadcast. `bytes`: size of one version. `seconds_pull_median`: transfer of one
-    version to an engine. `seconds_pause_median`: pause of generation for a load. `copies`: how often each byte is
-    copied in host memory between the trainer's parameters and the mailbox; each engine adds one copy.
-    `seconds_publish_median`: from the trainer's copy until the version could be loaded.
+    `medium`: how weights reach the engines: shared_memory, http or broadcast. `bytes`: size of one version.
+    `seconds_pull_median`: transfer of one version to an engine. `seconds_pause_median`: pause of generation for a load.
+    `copies`: how often each byte is copied in host memory between the trainer's parameters and the mailbox; each engine
+    adds one copy. `seconds_publish_median`: from the trainer's copy until the version could be loaded.
     """
 
     medium: str | None
@@ -71,7 +71,8 @@ class StalenessSummary(Record, frozen=True):
 
 
 class ChangedBound(Record, frozen=True):
-    """A change of a bound by the run itself, after `step`. `name`: key of the bound in ``[rollout]``."""
+    """A change of a bound by the run itself, after `step`, from `before` to `after`. `name`: key of the bound in
+    ``[rollout]``."""
 
     step: int
     name: str
@@ -81,7 +82,7 @@ class ChangedBound(Record, frozen=True):
 
 
 class CanaryProof(Record, frozen=True, omit_defaults=True):
-    """Check of an engine's weights after it has loaded a version.
+    """Check of an engine's weights after it has loaded a version. `proven`: whether it passed.
 
     `distance`: difference between its log-probabilities of the canary text and the trainer's, in nats per token.
     `which`: "newest" of the engine, or "worst" of the run relative to its tolerance. `tensors`: number of tensors of

@@ -17,8 +17,8 @@ _TRIES, _PAUSE = 25, 0.01
 
 
 def acquire(folder: Path) -> int:
-    """Lock the folder; returns a file descriptor. Closing the descriptor releases the lock. A held lock is tried again
-    for a fraction of a second.
+    """Lock the folder by its file ``lock``, which gets the name of this process; returns a file descriptor. Closing the
+    descriptor releases the lock. A held lock is tried again for a quarter of a second.
 
     Raises:
         RunFolderError: another process holds the lock, or the folder cannot be written.
@@ -49,11 +49,11 @@ def _unwritable(folder: Path, error: OSError) -> RunFolderError:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process holds the lock of the folder now; True if the lock file cannot be opened."""
+    """Whether a process holds the lock of the folder now; False if there is no lock file, True if it cannot be
+    opened."""
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # any folder may be asked about: the file may be a pipe
     try:
-        lock = os.open(
-            folder / NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
-        )  # any folder may be asked about: the file may be a pipe
+        lock = os.open(folder / NAME, flags)
     except FileNotFoundError:
         return False
     except OSError:

@@ -44,9 +44,10 @@ CHANGEABLE = ("algorithm", "trainer")
 
 
 class Branch(Record, frozen=True):
-    """``branch.json``: the origin of a branch. `changes`: settings that differ from the run, each with both values."""
+    """``branch.json``: the origin of a branch, a run folder with steps `first_step` + 1 to `last_step` of a run that
+    `stretto replay` trained again. `changes`: settings that differ from the run: key: both values, as text."""
 
-    run: str
+    run: str  # path of the run's folder
     first_step: int  # trained after this step
     last_step: int
     changes: dict[str, str]
@@ -56,7 +57,8 @@ class Branch(Record, frozen=True):
 
 
 class ExportedQuestion(Record, frozen=True):
-    """One line of ``questions.jsonl``: a prompt and its gold answer."""
+    """One line of ``questions.jsonl``: a prompt and its gold answer. `row`: its place in the data (``FILE:LINE``);
+    None: it is not from a file. `source`: name of its source; "": it has none."""
 
     id: str
     prompt: str
@@ -73,7 +75,8 @@ _HALF_A_RECIPE = re.compile(r"\.recipe\.toml\.\d+\.part")
 
 
 class RunFolder:
-    """The paths of one run's files. `create` and `resume` also lock the folder.
+    """The paths of one run's files. `create` and `resume` also lock the folder; `held`: descriptor of the lock, None
+    without one. As a context manager, the folder is released at the end of the block.
 
     Example::
 
@@ -119,7 +122,7 @@ class RunFolder:
         """Lock the folder of a run that has ended, to continue the run. Half-written files are removed.
 
         Raises:
-            RunFolderError: the folder holds no run, or its run is still running.
+            RunFolderError: the folder holds no run, its run is still running, or the folder cannot be written.
         """
         folder = cls.open(path).path
         run = cls(folder, lock.acquire(folder))
@@ -151,7 +154,7 @@ class RunFolder:
     @property
     def mark(self) -> str:
         """Id of the run, unique on this machine and the same after a resume: device and inode of the lock file. "" if
-        the folder is not locked."""
+        this object holds no lock."""
         if self._lock is None:
             return ""
         held = os.fstat(self._lock)
@@ -164,7 +167,7 @@ class RunFolder:
             self._lock = None
 
     def write(self, name: str, text: str) -> None:
-        """Write the text file `name` of the folder, completely or not at all.
+        """Write the text file `name` of the folder, completely or not at all, and sync it to disk.
 
         Raises:
             OSError: the file cannot be written, or the folder is not locked by this object any more (`is_ours`).
@@ -188,7 +191,7 @@ class RunFolder:
 
 
 def why_no_folder(path: Path) -> str:
-    """Why a path that should be a folder of runs is none, such as "does not exist"; "" if it is one."""
+    """Say why a path that should be a folder is none, such as "does not exist"; "" if it is a folder."""
     fault = folder_fault(path)
     return {"is a file": "is no folder", "no such folder": "does not exist"}.get(fault, fault)
 

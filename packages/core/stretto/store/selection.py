@@ -35,10 +35,10 @@ _LOST_ARE = {"length": ("longer", "shorter"), "difficulty": ("easier", "harder")
 
 
 class EndedGroup(Record, frozen=True, array_like=True):
-    """Measures of a group that was trained or lost; None: unknown.
+    """Measures of a group that was trained or lost (expired, or masked whole); None: unknown.
 
-    For an aborted group, `length` and `latency` are those until the abort, and `difficulty` is unknown. Its `masked`
-    and `signal` keep their defaults, which say nothing.
+    For a group that was aborted in flight, `length` and `latency` are those until the abort, and `difficulty` is
+    unknown. Its `masked` and `signal` keep their defaults, which say nothing.
     """
 
     lost: bool
@@ -78,7 +78,8 @@ class MaskedGroups(Record, frozen=True):
 
 class SelectionBias(Record, frozen=True):
     """State of a `SelectionWatch`. `windows`: number of complete windows; `newest`: comparisons of the newest one, by
-    measure; `open`: groups of the incomplete window; `masked`: partly masked groups of the newest complete window."""
+    measure (empty before the first); `open`: groups of the incomplete window; `masked`: partly masked groups of the
+    newest complete window, None if it has none."""
 
     windows: int = 0
     newest: Mapping[str, Bias] = {}
@@ -120,8 +121,8 @@ def _below(counts: Mapping[float, int]) -> dict[float, int]:
 
 
 def biases(groups: Sequence[EndedGroup], window: int) -> dict[str, Bias]:
-    """Compare the lost groups of a window with its others in each measure. `window`: number of the window in the run,
-    from 1, for the correction of p."""
+    """Compare the lost groups of a window with its others; returns the result of each of `MEASURES`. `window`: number
+    of the window in the run, from 1, for the correction of p."""
     found = {}
     for measure in MEASURES:
         known = [(group.lost, value) for group in groups if (value := getattr(group, measure)) is not None]
@@ -131,7 +132,7 @@ def biases(groups: Sequence[EndedGroup], window: int) -> dict[str, Bias]:
 
 
 def masked_groups(groups: Sequence[EndedGroup]) -> MaskedGroups | None:
-    """Summarise the partly masked groups of a window; None if there are none.
+    """Summarise the trained groups of a window that are masked in part; None if there are none.
 
     >>> groups = [EndedGroup(False, 4.0, masked=0.5, signal=True), EndedGroup(False, 4.0, signal=True)]
     >>> str(masked_groups(groups))[:60]
@@ -158,7 +159,8 @@ def _with_signal(groups: Sequence[EndedGroup]) -> int:
 
 
 class SelectionWatch:
-    """Journal that passes all calls of a controller on to the run's journal, and measures lost and trained groups.
+    """Journal that passes all calls of a controller on to the run's journal, and measures lost and trained groups; at
+    each full window they are compared (`known`).
 
     Example: ``Controller(config, prompts, SelectionWatch(ledger, time.monotonic), seed)``
     """
@@ -173,8 +175,8 @@ class SelectionWatch:
         """Start a watch.
 
         Args:
-            journal: gets all calls.
-            clock: returns the time in seconds.
+            journal: gets all calls, before they are measured.
+            clock: returns the time in seconds, from any zero.
             known: state of an earlier process of the run; None for a new run.
             say: gets a log line, once for each measure that shows a bias.
         """
@@ -188,7 +190,8 @@ class SelectionWatch:
         self._told: set[str] = set()
 
     def ask(self, sampled: Callable[[str], int]) -> None:
-        """Set the function that returns the number of tokens sampled so far for a group in flight; 0 if unknown."""
+        """Set the function that returns the number of tokens sampled so far for the group with an id; 0 if unknown. It
+        is called when a group expires in flight."""
         self._sampled = sampled
 
     @property
@@ -197,8 +200,8 @@ class SelectionWatch:
         return msgspec.structs.replace(self._known, open=tuple(self._open))
 
     def restore(self, group_id: str, members: int, trajectories: Sequence[Trajectory]) -> None:
-        """Restore a group that an earlier process has admitted and not trained. Without `trajectories` it is in flight,
-        otherwise judged. `members`: number of its trajectories."""
+        """Restore a group that an earlier process has admitted and not trained; its latency stays unknown. Without
+        `trajectories` it is in flight, otherwise judged. `members`: number of its trajectories."""
         if trajectories:
             self._finished[group_id] = _measured(trajectories, None)
         else:
@@ -271,7 +274,7 @@ def _measured(trajectories: Sequence[Trajectory], latency: float | None) -> Ende
 
 
 def _masked(group: Group, oldest: int) -> float:
-    """Share of a group's sampled tokens that are older than version `oldest`, and so masked."""
+    """Share of a group's sampled tokens that are older than version `oldest`, and so masked; 1: the whole group."""
     if group.oldest_version >= oldest:
         return 0.0
     versions = [version for trajectory in group.trajectories for version in trajectory.versions]

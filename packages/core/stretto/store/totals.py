@@ -17,9 +17,10 @@ from stretto.core.records import Record
 class Carried(Record, frozen=True):
     """Weight transfers to the engines. Each field has the newest 99 values.
 
-    `medium`: shared_memory, http or broadcast. `pulls`: (bytes, seconds) of each transfer to an engine. `pauses`:
-    seconds for which generation paused for a load. `copied`: bytes that the trainer copied for a publication, while
-    training waited. `written`: (bytes, seconds) of each publication that the trainer wrote.
+    `medium`: how weights reach the engines: shared_memory, http or broadcast. `pulls`: (bytes, seconds) of each
+    transfer to an engine. `pauses`: seconds for which generation paused for a load. `copied`: bytes that the trainer
+    copied for a publication, while training waited. `written`: (bytes, seconds) of each publication that the trainer
+    wrote.
     """
 
     medium: str
@@ -137,14 +138,15 @@ class OnRecord(Record, frozen=True):
 
 
 class Category(Record, frozen=True):
-    """One category of the budget: seconds of all roles together, and tokens."""
+    """One category of the budget: the seconds that all roles together spent for it, and its tokens."""
 
     seconds: float
     tokens: int
 
 
 class Goodput(Record, frozen=True):
-    """The budget. `budget`: by category; `roles`: role: category: seconds; `idle`: role: reason: seconds.
+    """The goodput budget of a run. `budget`: by category (one of `CATEGORIES`); `roles`: role: category: seconds;
+    `idle`: role: reason: seconds, whose sum is the role's category `idle`.
 
     Example: ``Goodput(budget={"trained": Category(81.2, 52_310), ...}, roles={"trainer": {"trained": 40.3, ...}, ...},
     idle={"trainer": {"batch": 12.5, "starting": 3.1, ...}, ...})``
@@ -156,11 +158,11 @@ class Goodput(Record, frozen=True):
 
 
 def tokens_by_category(totals: Totals, on_record: OnRecord) -> dict[str, int]:
-    """Count the tokens of each category.
+    """Count the tokens of each category (all of `CATEGORIES`; "idle" has 0).
 
     Sampled tokens that are not in the ledger belong to completions in flight or to aborted ones. Tokens of aborted
     completions are divided between expired and failed in proportion to the numbers of unjudged trajectories. If engines
-    were killed, they may have counted fewer tokens than the ledger has; then only the ledger's count.
+    were killed, they may have counted fewer tokens than the ledger has; then only those in the ledger count.
 
     >>> totals = Totals(max_staleness=4, generated=30, stopped=4, recomputed=7)
     >>> found = tokens_by_category(totals, OnRecord(trained=20, buffered=5))
@@ -186,8 +188,8 @@ def tokens_by_category(totals: Totals, on_record: OnRecord) -> dict[str, int]:
 def goodput(totals: Totals, on_record: OnRecord) -> Goodput:
     """Compute the budget of a run from its totals and the tokens in its ledger.
 
-    The seconds of a role's work are divided by its `activities`; a role without any has done a single kind of
-    work.
+    The seconds of a role's work are divided by its `Totals.activities`; a role without any has done a single kind of
+    work. Roles without busy seconds on record are left out.
     """
     tokens, rl = tokens_by_category(totals, on_record), totals.rl_seconds
     ending = totals.wall_seconds - totals.starting_seconds - rl
@@ -211,8 +213,8 @@ def goodput(totals: Totals, on_record: OnRecord) -> Goodput:
 
 
 def parts_of_work(spans: Mapping[str, float], worked: float) -> dict[str, float]:
-    """Divide `worked` seconds in proportion to the seconds of each span name; spans may overlap or have gaps. Without
-    spans, all seconds have the name ""."""
+    """Divide `worked` seconds by span name, in proportion to `spans` (span name: seconds), whose sum may differ from
+    `worked` as spans may overlap or have gaps. Without spans, all seconds have the name ""."""
     whole = sum(spans.values())
     return {name: seconds * worked / whole for name, seconds in spans.items()} if whole > 0 else {"": worked}
 

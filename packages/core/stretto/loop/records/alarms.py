@@ -20,7 +20,8 @@ _SATURATED = 0.9
 
 
 class WatchedSamples:
-    """Logs and stores samples of one judged group every `seconds` (0: never), and logs alarms through `say`.
+    """Logs sampled completions through `say`, and appends them to ``samples.jsonl``: those of one judged group every
+    `seconds` (0: never). Logs alarms.
 
     There are two alarms. A completion is undecided: logged once for each kind of reason. No completion has been right
     so far: logged after 32 groups, then each time their number has doubled.
@@ -38,8 +39,8 @@ class WatchedSamples:
         self._undecided, self._reasons = Counter[str](), dict[str, str]()  # since the last step, by kind of reason
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> int:
-        """Log alarms that this judged group causes, and samples of it if they are due; returns the number of its
-        undecided completions."""
+        """Log alarms that this judged group causes, and one or two samples of it if they are due; returns the number of
+        its undecided completions. `trajectories`: of the group of `prompt`, with verdicts."""
         self._note_right(trajectories)
         undecided = self._note_undecided(trajectories)
         if trajectories and self._seconds and time.monotonic() >= self._due:
@@ -63,8 +64,8 @@ class WatchedSamples:
             )
 
     def usual_reason(self) -> str:
-        """Return the newest reason of the most frequent kind among the undecided verdicts since the last call; "" for
-        none."""
+        """Return the newest reason of the most frequent kind among the undecided verdicts since the last call; "" if
+        there were none. The kind is the reason up to its first ": "."""
         kinds, reasons = self._undecided, self._reasons
         self._undecided, self._reasons = Counter(), {}
         return reasons[kinds.most_common(1)[0][0]] if kinds else ""
@@ -90,7 +91,7 @@ class WatchedSamples:
 
 
 def line(sample: SampledCompletion) -> str:
-    """A sample on one line of at most 120 characters.
+    """Format a sample as one line of at most 120 characters; texts that are too long lose their middle.
 
     >>> line(SampledCompletion(7, "17", "3+8=", "11", "3+8=11", Outcome.RIGHT, 1.0, "", (6, 7)))
     "sample v6-7: '3+8=' -> '3+8=11' | gold '11' | right, reward 1"
@@ -135,8 +136,8 @@ class SlowReward:
         self._seen: deque[tuple[float, float, float]] = deque()
 
     def poll(self, now: float, seconds: Mapping[str, float]) -> str | None:
-        """Compare the busy shares of the last 10 seconds, and set `found`: the reward's name while it is the
-        bottleneck, else "". To be called every second.
+        """Compare the busy shares of the last 10 seconds, and set `found`. To be called every second; the first 10
+        seconds change nothing.
 
         Args:
             now: time in seconds, of any clock.

@@ -18,8 +18,8 @@ class QuestionResult(Record, frozen=True):
     """Results of one question; a line of ``stretto eval --rows``. Each tuple but `versions` has one entry per
     completion.
 
-    `majority`: maj@n, 1 if the most frequent final answer is right (the function `majority`); None if the reward does
-    not extract final answers.
+    `majority`: maj@n, 1 if the most frequent final answer is right, 0 if not, 1 / k in a tie (the function `majority`);
+    None if the reward does not extract final answers.
     """
 
     id: str
@@ -32,7 +32,7 @@ class QuestionResult(Record, frozen=True):
     truncated: tuple[bool, ...]  # cut off at sampling.max_tokens
     completions: tuple[str, ...]
     majority: float | None = None
-    parts: tuple[Mapping[str, float], ...] = ()  # with several rewards: values by name, for each completion
+    parts: tuple[Mapping[str, float], ...] = ()  # with several rewards: values by name, of each decided completion
 
     @property
     def right(self) -> int:
@@ -40,13 +40,10 @@ class QuestionResult(Record, frozen=True):
 
     @classmethod
     def of(
-        cls,
-        prompt: Prompt,
-        trajectories: Sequence[Trajectory],
-        finals: Sequence[str | None] | None,
+        cls, prompt: Prompt, trajectories: Sequence[Trajectory], finals: Sequence[str | None] | None
     ) -> QuestionResult:
-        """Summarise the judged trajectories of a prompt. `finals`: final answer of each, or None; None as a whole if
-        the reward does not extract final answers."""
+        """Summarise the judged trajectories of a prompt. `finals`: for each its final answer, None if it has none; None
+        as a whole if the reward does not extract final answers."""
         verdicts = [one.verdict for one in trajectories]
         outcomes = tuple(verdict.outcome for verdict in verdicts)
         return cls(
@@ -92,7 +89,7 @@ class Evaluation(Record, frozen=True):
 
     @classmethod
     def of(cls, results: Sequence[QuestionResult]) -> Evaluation:
-        """Combine the results of all questions; each must have the same number of completions."""
+        """Combine the results of all questions: at least one, all with the same number of completions."""
         samples = len(results[0].outcomes)
         shares = [result.right / samples for result in results]
         majorities = [result.majority for result in results if result.majority is not None]
@@ -134,7 +131,8 @@ class Evaluation(Record, frozen=True):
         return f"accuracy {self.accuracy:.4f}: {self.right} of {self.samples} right{note}"
 
     def table(self) -> str:
-        """Format the evaluation as several lines: the text of `str`, then a line for each other value."""
+        """Format the evaluation as several lines: the text of `str`, then a line for each other value, with names on
+        the left."""
         low, high = self.ci95
         rows = [("95% interval", f"{low:.4f} to {high:.4f}")]
         if self.per_prompt > 1:
@@ -171,8 +169,8 @@ def asked_of(prompts: Sequence[Prompt], samples: int, seed: int) -> str:
 
 
 def mean_rewards(judged: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Compute the mean of each named reward over the completions that have it. `judged`: rewards by name, for each
-    completion.
+    """Compute the mean of each named reward over the completions that have it; empty without any. `judged`: rewards by
+    name, for each completion.
 
     >>> mean_rewards([{"correct": 1.0, "form": 0.5}, {"correct": 0.0}])
     {'correct': 0.5, 'form': 0.5}
@@ -212,10 +210,10 @@ def sizes(samples: int) -> list[int]:
 
 def majority(outcomes: Sequence[Outcome], finals: Sequence[str | None]) -> float:
     """Compute maj@n of a question: 1 if the most frequent answer of its completions is right, else 0. If k answers are
-    equally frequent and one of them is right, it is 1 / k.
+    equally frequent and one of them is right, it is 1 / k. Without votes it is 0.
 
-    A right completion votes for the gold answer, a wrong one for its final answer. Undecided completions, and wrong
-    ones without a final answer, do not vote.
+    A right completion votes for the gold answer, a wrong one for its final answer (`finals`, one for each of
+    `outcomes`). Undecided completions, and wrong ones without a final answer (None), do not vote.
 
     >>> majority([Outcome.RIGHT, Outcome.WRONG, Outcome.WRONG], ["1/2", "3", "3"])
     0.0

@@ -72,17 +72,18 @@ class Recorder:
         """Create the recorder of one process of the run.
 
         Args:
-            work: returns the work of the roles since they started.
+            work: returns the work of this process's roles since they started.
             max_staleness: staleness bound of the recipe, for the totals.
             earlier: totals of earlier processes of the run.
-            clock: measures wall time and the time of reinforcement learning.
+            clock: measures wall time and RL time; the recorder starts and advances its RL part.
             medium: how weights reach the engines: shared_memory, http or broadcast. If an earlier process of the run
                 used another medium, its transfers are left out of the totals.
             slow_reward: detects a reward that is the bottleneck; None: not watched.
             sample_seconds: seconds between sampled completions in the log; 0: none.
             selection: measures selection bias; None: not measured.
-            resident: returns the resident memory of each role in bytes.
-            canary: returns the distance of each engine from the trainer, as a share of its tolerance.
+            resident: returns the resident memory of each role in bytes, by name; called every 5 seconds.
+            canary: returns the distance of each engine from the trainer, as a share of its tolerance, by name
+                (`Proving.shares`).
         """
         self._canary = canary
         self.clock = clock
@@ -133,8 +134,8 @@ class Recorder:
         self.clock.rl_begins()
 
     def gives_up(self) -> None:
-        """Keep the counters as they are before the end of the run aborts the completions in flight: their tokens then
-        count as unfinished, not as stopped."""
+        """Note how many tokens are stopped before the end of the run aborts the completions in flight: `rl_ends` then
+        counts the tokens of these as unfinished."""
         self._stopped = self._work().stopped
 
     def rl_ends(self, unjudged: int = 0) -> None:
@@ -155,15 +156,16 @@ class Recorder:
         )
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
-        """Record a judged group, whether it will be trained on or not: its samples, and its part of the accuracy."""
+        """Record a judged group, whether it will be trained on or not: log samples and alarms (`WatchedSamples`), and
+        count its verdicts for the next step's accuracy."""
         undecided = self._samples.judged(prompt, trajectories)
         found, before = Counter(trajectory.verdict.outcome for trajectory in trajectories), self._judged
         right, wrong = before.right + found[Outcome.RIGHT], before.wrong + found[Outcome.WRONG]
         self._judged = Judged(right, wrong, before.accuracy, before.undecided + undecided)
 
     def left_over(self, tokens: int) -> None:
-        """Count `tokens` of sampled turns that are in no trajectory, as stopped: their group was given up, or a program
-        that started again made other requests."""
+        """Count `tokens`, sampled for turns that are in no trajectory, as stopped: their group was given up, or a
+        program that started again made other requests."""
         self._left_over += tokens
 
     def taken(self, queues: Mapping[str, float], max_staleness: float | None = None) -> None:
@@ -178,8 +180,8 @@ class Recorder:
         self._in_force = max_staleness
 
     def updated(self, batch: Batch, update: Update) -> None:
-        """Record a finished step: append a line of metrics, update the ledger and its totals, and show the
-        step. A skipped update is logged."""
+        """Record a finished step: append a line of metrics, put the update and the totals into the ledger, advance the
+        RL clock, and show the step. An update that skipped completions (NaN or infinite gradients) is logged."""
         self.clock.updated()
         self._rewards = mean_rewards(one.verdict.rewards for group in batch.groups for one in group.trajectories)
         self.latest = totals = self.totals()
@@ -231,8 +233,8 @@ class Recorder:
         )
 
     def polled(self) -> None:
-        """Compute the busy share of each role since the last poll, and every 5 seconds the memory; warn of a slow
-        reward; flush the ledger. To be called after each poll of the roles."""
+        """Take the busy share of each role since the last poll, and every 5 seconds its memory, for the next line of
+        metrics; warn of a slow reward; flush the ledger. To be called after each poll of the roles."""
         now, busy = time.monotonic(), self._work().busy
         elapsed = now - self._polled
         self._busy = {
@@ -261,8 +263,8 @@ class Recorder:
     def evaluated(self, evaluation: Evaluation, step: int, name: str = "", asked: str = "") -> None:
         """Append a held-out accuracy, whose evaluation began at `step`, to the metrics, and show it. `name`: name of
         the set of questions; "" for the main set, whose accuracy at step 0 is the run's initial one, and whose last
-        after step 0 is its final one. `asked`: digest of what it asks; of another one than the last, an initial
-        accuracy is not comparable, and is dropped."""
+        after step 0 is its final one. `asked`: digest of the questions (`asked_of`). If it differs from that of step 0,
+        the initial accuracy cannot be compared, and becomes None."""
         line = self._evaluation_line(evaluation, step, asked)
         if name:
             self._metrics.append(SetEvaluationLine(**msgspec.structs.asdict(line), name=name))
@@ -276,8 +278,7 @@ class Recorder:
         self._reporter.evaluated(line)
 
     def _initial(self, without: float | None) -> float | None:
-        """The accuracy of version 0, if that of the last evaluation may be compared with it. `without`: if version 0
-        has no line."""
+        """The accuracy of version 0; `without` if it has no line, None if the last evaluation asked other questions."""
         first = next((line for line in self._main if not line.step), None)
         return without if first is None else first.accuracy if first in alike(self._main) else None
 
@@ -305,6 +306,7 @@ class Recorder:
         self._reporter.say(sentence)
 
     def spans(self, spans: Sequence[Span]) -> None:
+        """Append time spans of this process's roles to ``spans.jsonl``, and count them in the totals."""
         placed = [span.shifted(self._span_offset) for span in spans]
         zero, last = self._span_axis
         self._span_axis = zero, max([last, *(span.end for span in placed)])
@@ -336,8 +338,8 @@ class Recorder:
         )
 
     def conclude(self) -> None:
-        """Put the final totals into the ledger: the totals of the last update, with the initial and final accuracy and
-        the whole wall time."""
+        """Put the final totals into the ledger: those of the last update, or of `rl_ends` if it was called, with the
+        initial and final accuracy and the whole wall time."""
         totals = msgspec.structs.replace(
             self.latest,
             wall_seconds=self.clock.wall_seconds,

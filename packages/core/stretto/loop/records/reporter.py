@@ -17,7 +17,7 @@ from stretto.store.series.progress import RunProgress, lesson_line
 
 
 class Reporter(Protocol):
-    """Shows a run's events to the user (`dashboard.terminal.progress`)."""
+    """Shows a run's events to the user, on a terminal for example (`dashboard.terminal.progress`)."""
 
     def say(self, text: str) -> None:
         """Show a line of text permanently: a warning, a new phase, a replaced engine."""
@@ -48,17 +48,15 @@ _LINE_SECONDS = 5.0
 
 
 class RunLog:
-    """A reporter that writes each event to the log and passes it on to another reporter, such as the terminal.
+    """A reporter that writes events to the log and passes each on to another reporter, such as the terminal.
 
-    A line about the newest step is written every `seconds`, and after the last step. Errors of writing and of display
-    are ignored: they must not end a run.
+    A line about the newest step, of training or of the warm start, is written every `seconds`, and after the last step.
+    Errors of writing and of display are ignored: they must not end a run.
     """
 
     def __init__(self, path: Path, reporter: Reporter, steps: int = 0, seconds: float = _LINE_SECONDS) -> None:
-        """Write progress to the log file at `path`.
-
-        `steps`: the last step of the run; 0: not known. `seconds`: least time between two progress lines.
-        """
+        """Append lines to the file at `path`, in the run folder. `steps`: the last step of the run; 0: not known.
+        `seconds`: least time between two progress lines."""
         self._path, self._reporter, self._seconds = path, reporter, seconds
         self._progress, self._waiting, self._written = RunProgress(steps), "", -math.inf
         self._folder = identity(path.parent)
@@ -84,7 +82,7 @@ class RunLog:
         self._show(lambda reporter: reporter.evaluated(evaluation))
 
     def ends(self) -> None:
-        """Log the newest step if it has no line yet."""
+        """Log the newest step if it has no line yet. To be called at the end of the run."""
         if self._waiting:
             self._now_and_then(self._waiting, at_once=True)
 

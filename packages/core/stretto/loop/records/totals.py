@@ -19,9 +19,9 @@ from stretto.store.totals import NEWEST_TRANSFERS, WORK, Carried, Totals
 
 
 class Tenure(Record, frozen=True, order=True):
-    """Identifies one conductor process of a run, ordered by age: of two conductors, the one with the lower tenure gives
-    way. Each start of the run has the next `epoch`. If two copies of a run folder are resumed, epochs are equal, and
-    the random name `conductor` decides."""
+    """Identifies one conductor process of a run. Tenures are ordered by age: of two conductors, the one with the lower
+    tenure gives way. Each start of the run has the next `epoch`. If two copies of a run folder are resumed, epochs are
+    equal, and the random name `conductor` decides."""
 
     epoch: Whole
     conductor: Name
@@ -36,8 +36,8 @@ Count = TypeVar("Count", int, float)
 
 
 def carried_over(totals: Totals, kept: int) -> Totals:
-    """Return the totals with which a resumed run begins. All earlier work counts, including that of steps which are
-    repeated.
+    """Return the totals with which a resumed run begins: those of the earlier processes, with what was in flight and is
+    not in the ledger as stopped. All earlier work counts, including that of steps which are repeated.
 
     Args:
         totals: the last totals of the earlier processes.
@@ -61,12 +61,12 @@ class Work:
 
 
 class RunClock:
-    """Measures the seconds of the whole run and of its RL part, from the first admitted prompt to the last update.
-    Earlier processes of the run are included."""
+    """Measures the seconds of the whole run and of its RL part, from the first admitted prompt to the last update
+    (`rl_begins` and `updated` report these). Earlier processes of the run are included."""
 
     def __init__(self, earlier: Totals, since: float) -> None:
-        """Continue the clocks of `earlier` processes of the run. `since`: `time.monotonic` at this process's start of
-        the run."""
+        """Continue the clocks of `earlier` processes of the run. `since`: `time.monotonic` at the start of this
+        process's part."""
         self._earlier = earlier
         self._since = since
         self._rl_since: float | None = None
@@ -74,6 +74,7 @@ class RunClock:
         self.starting_seconds = earlier.starting_seconds  #: until the first prompt was admitted
 
     def rl_begins(self) -> None:
+        """Start the RL seconds of this process: the first prompt is about to be admitted."""
         self._rl_since = time.monotonic()
         self.starting_seconds = self._earlier.starting_seconds + self._rl_since - self._since
 
@@ -139,7 +140,8 @@ def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
 def with_activities(
     activities: Mapping[str, Mapping[str, float]], spans: Sequence[Span]
 ) -> dict[str, dict[str, float]]:
-    """Return `activities` (role: span name: busy seconds) with the seconds of `spans` added."""
+    """Return `activities` (role: span name: busy seconds) with the seconds of `spans` added; spans that are no work
+    (not in `WORK`) are left out."""
     found = {role: dict(seconds) for role, seconds in activities.items()}
     for span in spans:
         if span.name in WORK:

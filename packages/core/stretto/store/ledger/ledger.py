@@ -134,8 +134,8 @@ class Ledger:
     # The life of a trajectory.
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
-        """Record that a group of `members` trajectories is in flight, admitted at `admitted_version`, as ``group_id/0``
-        to ``group_id/{members - 1}``. Raises StoreError if the group was issued before."""
+        """Record that a group with `members` trajectories, ``group_id/0`` and so on, is in flight, admitted at version
+        `admitted_version`. Flushes if ``flush_seconds`` are over. Raises StoreError if the group was issued before."""
         key = self._next_key
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")
@@ -171,7 +171,8 @@ class Ledger:
 
     def commit_batch(self, batch: Batch) -> None:
         """Record that the trainer trains on this batch, in step `batch.step`. On return, the batch and all earlier
-        changes are in the file. Raises StoreError, with nothing recorded, if a trajectory is not buffered."""
+        changes are in the file. With nothing recorded, raises StoreError if a trajectory is not buffered, BoundViolated
+        if a token is of a later version than `batch.version`."""
         step = step_columns(batch, self.unix_time)
         trajectories = [trajectory for group in batch.groups for trajectory in group.trajectories]
         for trajectory in trajectories:
@@ -195,8 +196,8 @@ class Ledger:
         """Append the tokens of `piece` to segment `node` (an index) of the trajectory `id`, which is in flight. After a
         crash, sampling continues after the recorded tokens.
 
-        A sampled segment may come in several pieces. The first piece has the segment's `parent` and `cause`, and may
-        have no tokens yet. A segment of given tokens (tool output, a user's turn) comes in one piece.
+        A sampled segment may come in several pieces. The first has its `parent` and `cause`, and may have no tokens
+        yet. A segment of given tokens (tool output, a user's turn) comes in one piece.
         """
         row = self._row(id)
         self._partials.append((_INSERT_PARTIAL, (row.key, row.journaled, encode_piece(id, piece, node))))
@@ -210,14 +211,13 @@ class Ledger:
         self.flush()
 
     def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None:
-        """Record that the session of the trajectory `id` is about to make a call: to a tool, or of an agent to the
-        gateway.
+        """Record that the session of the trajectory `id`, which is in flight, is about to make a call: to a tool, or of
+        an agent to the gateway.
 
         Args:
-            number: of the call, ascending.
+            number: of the call, greater than those before (else StoreError).
             asked: the request, encoded.
-            durable: flush now, and again in `end_call`. A call that must not be repeated is then on record before it is
-                made.
+            durable: flush now, and in `end_call`: a call that must not be repeated is on record before it is made.
         """
         row = self._row(id)
         if number < row.calls:
@@ -238,8 +238,8 @@ class Ledger:
             self.flush()
 
     def forget(self, step: int) -> None:
-        """Delete the payloads that ``store.keep_payloads`` does not keep. `step`: step of the oldest checkpoint that a
-        resume may start from; payloads of later steps stay. Flushes.
+        """Delete the payloads and prompts that ``store.keep_payloads`` does not keep; "all": does nothing. `step`: step
+        of the oldest checkpoint that a resume may start from; payloads of later steps stay. Flushes.
 
         Groups that had nothing left to delete at the last call are skipped: a long run has many of them.
         """
@@ -285,13 +285,13 @@ class Ledger:
         return find_fact(self._query(META), self._path, name, kind)
 
     def watch(self, name: str, source: Callable[[], object]) -> None:
-        """Call `source` at each flush and store the value as the fact `name`, so that it agrees with the states in the
-        file."""
+        """Call `source` at each flush that has something to write, and store the value as the fact `name`, so that it
+        agrees with the states in the file."""
         self._sources[name] = source
 
     def change_bound(self, change: BoundChange) -> None:
-        """Record that a bound of the controller has changed for all groups issued from now on. It is stored as a fact,
-        for resumes and checks, and as an event, for readers of the run."""
+        """Record that a bound of the controller has changed for all groups issued from now on: as a fact, for resumes
+        and checks (`change.key` is set here), and as an event, for readers of the run."""
         self._flights.changed()
         self._changes.append(msgspec.structs.replace(change, key=self._next_key))
         self.put(BOUNDS, self._changes)
@@ -299,7 +299,7 @@ class Ledger:
         self.event("bound", told)
 
     def event(self, name: str, detail: str) -> None:
-        """Record an event for readers of the run. `name`: its kind, as "checkpoint"; `detail`: what happened."""
+        """Record an event, with the time, for readers of the run. `name`: its kind ("checkpoint"); `detail`: a text."""
         self._note(_INSERT_EVENT, (self.unix_time, name, detail))
 
     def last_step(self) -> int | None:
@@ -308,7 +308,7 @@ class Ledger:
         return found
 
     def last_update(self) -> int:
-        """The newest step whose update is in the file, without unflushed ones (`record_update`); 0 if there is none."""
+        """The newest step whose update is in the file; unflushed ones (`record_update`) do not count. 0: none."""
         found: int = self._query("SELECT coalesce(max(step), 0) FROM steps WHERE published_version IS NOT NULL")[0][0]
         return found
 
@@ -329,8 +329,8 @@ class Ledger:
     # Writing.
 
     def flush(self) -> None:
-        """Write all buffered changes in one transaction; does nothing if there are none. Raises StoreError if the file
-        is gone or cannot be written."""
+        """Write all buffered changes in one transaction, with the facts of `watch`; does nothing if there are none.
+        Raises StoreError if the file is gone or cannot be written."""
         if self._broken is not None:
             raise self._broken
         self._flushed = self._clock()
@@ -356,7 +356,7 @@ class Ledger:
         self._pending, self._partials, self._dirty, self._facts = {}, [], {}, {}
 
     def close(self) -> None:
-        """Flush and close the file."""
+        """Flush, unless a write has failed before, and close the file."""
         try:
             if self._broken is None:
                 self.flush()

@@ -31,7 +31,7 @@ _encode = msgspec.msgpack.Encoder().encode
 _parts = msgspec.msgpack.Decoder(list[Any]).decode
 
 
-#: Runs an SQL statement, by (statement, parameters); returns its rows.
+#: Runs an SQL statement on the ledger, by (statement, parameters); returns its rows.
 Query = Callable[[str, tuple[int, ...]], list[Any]]
 
 
@@ -65,8 +65,8 @@ def decode_piece(id: str, sealed: bytes) -> tuple[int, Segment]:
 
 
 def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
-    """Join the pieces, given as (segment index, piece), to whole segments, in order of the index. An index without a
-    piece gets an empty segment."""
+    """Join the pieces of one trajectory, given as (segment index, piece), to whole segments, in order of the index. An
+    index without a piece, below the highest one, gets an empty segment. Without pieces the result is empty."""
     found: dict[int, list[Segment]] = {}
     for node, piece in pieces:
         found.setdefault(node, []).append(piece)
@@ -75,11 +75,12 @@ def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
 
 
 def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield SQL statements, with parameters, that delete all tokens but the first `count` of a segment.
+    """Yield SQL statements, each with its parameters, that delete all tokens but the first `count` of a segment. The
+    caller runs them.
 
     Args:
         query: runs a statement on the ledger.
-        id, key: of the trajectory.
+        id, key: id and row key of the trajectory.
         count: number of tokens to keep; pieces are deleted whole, so it must be the end of a piece.
         node: index of the segment.
 
@@ -95,7 +96,8 @@ def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterat
 
 
 def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[RecordedCall]:
-    """Read the recorded calls of the trajectory `id` with row key `key`, in order.
+    """Yield the recorded calls of the trajectory `id` with row key `key`, in order; the reply of one that has not ended
+    is None.
 
     Raises:
         StoreError: a call is damaged.

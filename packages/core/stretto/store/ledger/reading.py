@@ -44,8 +44,8 @@ _membership = msgspec.json.Decoder(list[BatchMember]).decode
 class UnfinishedGroup(Record, frozen=True):
     """A group that is buffered or in flight.
 
-    A buffered group has `trajectories`. A group in flight has `members`: by member number, the recorded segments and
-    calls of those that have any. A single turn is one segment; it has ended if it has a stop reason.
+    A buffered group has `trajectories`. A group in flight has none, and `members`: by member number, the recorded
+    segments and calls of those that have any. A single turn is one segment; it has ended if it has a stop reason.
     """
 
     id: str
@@ -78,10 +78,11 @@ def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
 
 
 def read_unfinished(path: Path) -> list[UnfinishedGroup]:
-    """Read all groups of the ledger at `path` that are in flight or buffered, in the order of their admission.
+    """Read all groups of the ledger at `path` that are in flight or buffered, in the order of their admission; empty if
+    there are none.
 
     Raises:
-        StoreError: the payload of a buffered trajectory is missing, or the file is damaged.
+        StoreError: the payload of a buffered trajectory is missing, or the file is missing or damaged.
     """
     with reading(path) as connection:
         (number,) = connection.execute("PRAGMA user_version").fetchone()
@@ -97,8 +98,8 @@ def tokens_on_record(connection: sqlite3.Connection) -> OnRecord:
 
 
 def states_on_record(connection: sqlite3.Connection) -> tuple[dict[str, int], OnRecord]:
-    """Count the trajectories in the ledger by their state, and their sampled tokens; masked tokens are counted apart.
-    The whole table is read, once."""
+    """Return (number of trajectories in the ledger by their state, `tokens_on_record`). States without any are left
+    out. The whole table is read, once."""
     found = connection.execute(_STATES).fetchall()
     rows = {state: (tokens, unjudged) for state, _, tokens, unjudged in found}
     ((masked,),) = connection.execute(_MASKED)
@@ -112,7 +113,7 @@ def last_step(path: Path) -> int:
     """The newest step whose batch is committed in the ledger at `path`; 0 if there is none.
 
     Raises:
-        StoreError: the ledger cannot be read.
+        StoreError: the ledger is missing or cannot be read.
     """
     with reading(path) as connection:
         found: int = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0]
@@ -123,7 +124,7 @@ def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
     """Read the fact that `Ledger.put` stored under `name` in the ledger at `path`, as a `kind`; None if there is none.
 
     Raises:
-        StoreError: the value or the file is damaged.
+        StoreError: the file is missing or damaged, a fact in it is damaged, or the value is no `kind`.
     """
     with reading(path) as connection:
         return find_fact(connection.execute(META), path, name, kind)
@@ -131,7 +132,7 @@ def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
 
 def fact(connection: sqlite3.Connection, name: str, kind: type[Value]) -> Value | None:
     """Read the fact `name` from an open ledger and decode it as `kind`, without checking its seal; None if there is
-    none."""
+    none. A value that is no `kind` raises msgspec's error, which `reading` makes a StoreError."""
     found = connection.execute("SELECT value FROM meta WHERE name = ?", (name,)).fetchone()
     return msgspec.json.decode(found[0], type=kind) if found else None
 

@@ -34,8 +34,8 @@ _FURTHER = (0, None, (), None, "", None)  # defaults of the fields that the olde
 
 
 def segment_of(parts: Sequence[Any]) -> Segment:
-    """Build a segment from its recorded fields: with packed tokens, or with one list per column, as before format 6. A
-    resumed run may have both.
+    """Build a segment from `parts`, its recorded fields in order: with packed tokens, or with one list per column, as
+    before format 6. A resumed run may have both.
 
     Raises:
         msgspec.ValidationError, ValueError: the fields do not form a segment.
@@ -46,8 +46,8 @@ def segment_of(parts: Sequence[Any]) -> Segment:
 
 
 class Payload(Record, frozen=True, array_like=True):
-    """Bulk data of a finished trajectory, as encoded in the table ``payloads``. Before format 5 it ended with
-    `text`."""
+    """Bulk data of a judged trajectory, as encoded in the table ``payloads``. `text`: of its completion. Before format
+    5 the record ended with `text`."""
 
     segments: tuple[Segment, ...]
     text: str
@@ -90,8 +90,8 @@ _MASKED = 5  # index of the column ``masked_tokens`` in the table ``steps``
 
 
 def encode_payload(trajectory: Trajectory) -> bytes:
-    """Encode a trajectory's payload with a checksum in front. The checksum also covers outcome, reward, stop reason and
-    number of interruptions, which are columns of the row."""
+    """Encode the payload of a judged trajectory, with a checksum in front (for `decode_payload`). The checksum also
+    covers outcome, reward, stop reason and number of interruptions, which are columns of the row."""
     verdict = trajectory.verdict
     columns = (verdict.outcome, verdict.reward, trajectory.stop_reason, trajectory.interrupted)
     body = _ENCODER.encode(Payload(trajectory.segments, trajectory.text, verdict.rewards, trajectory.session))
@@ -99,7 +99,8 @@ def encode_payload(trajectory: Trajectory) -> bytes:
 
 
 def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Payload:
-    """Decode the payload of the trajectory `id`; `columns`: its outcome, reward, stop reason and interruptions.
+    """Decode the payload of the trajectory `id`. `columns`: its outcome, reward, stop reason and interruptions, from
+    its row. `sealed`: as from `encode_payload`.
 
     A payload of format 2 is ``[token_ids, behavior_logprobs, versions, text]``. It becomes one segment with the stop
     reason and interruptions of the columns.
@@ -145,7 +146,7 @@ class LiveRow:
     _outcome: tuple[object, ...] = (None, None, None, 0, None, None, 0)
 
     def move(self, state: State, reason: str = "") -> None:
-        """Change the state. `reason`: why, for readers of the run.
+        """Change the state to `state`. `reason`: why, for readers of the run; "": nothing to say.
 
         Raises:
             StoreError: a trajectory in the present state cannot enter `state`; names both.
@@ -155,7 +156,8 @@ class LiveRow:
         self.state, self.reason = state, reason
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Set verdict, reward, stop reason, sampled tokens, versions and interruptions from the judged trajectory."""
+        """Set verdict, reward, stop reason, sampled tokens, versions and interruptions from the judged trajectory; from
+        now on `finished` is True."""
         verdict, stop_reason = trajectory.verdict, trajectory.stop_reason
         tokens, oldest, newest, interrupted = _sampled(trajectory.segments)
         self.finished = True
@@ -164,7 +166,7 @@ class LiveRow:
 
     @property
     def tokens(self) -> int:
-        """Number of sampled tokens; 0 while in flight."""
+        """Number of sampled tokens; 0 before `finish`."""
         count = self._outcome[3]
         assert isinstance(count, int)
         return count
@@ -192,8 +194,8 @@ class LiveRow:
 
 
 def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, int]:
-    """Return (number of sampled tokens, oldest version that sampled one, newest version, number of interruptions). Both
-    versions are None if no token was sampled."""
+    """Return (number of sampled tokens, oldest version that sampled one, newest such version, number of
+    interruptions). Both versions are None if no token was sampled."""
     tokens = interrupted = 0
     oldest = newest = None
     for segment in segments:
@@ -207,8 +209,8 @@ def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, 
 
 
 class TokenTally:
-    """Running count of a ledger's sampled tokens by the state of their trajectory. Masked tokens of trained
-    trajectories count as masked, not as trained."""
+    """Running count of a ledger's sampled tokens by the state of their trajectory (`on_record`). Masked tokens of
+    trained trajectories count as masked, not as trained. `start`: the count in the file, when it was opened."""
 
     def __init__(self, start: OnRecord) -> None:
         self._counts: Counter[str] = Counter(msgspec.structs.asdict(start))
@@ -216,8 +218,8 @@ class TokenTally:
     def moved(self, row: LiveRow, before: State, had: int) -> None:
         """Count the tokens of the trajectory of `row` under its new state; call this after each change of a state.
 
-        `before`: the previous state; `had`: number of its recorded tokens then, which are no longer counted there. A
-        trajectory without a verdict is also counted as one more in ``<state>_unjudged``.
+        `before`: the previous state; `had`: `row.tokens` at that time, which are no longer counted there. A trajectory
+        without a verdict is also counted as one more in ``expired_unjudged`` or ``failed_unjudged``.
         """
         counts = self._counts
         counts[before] -= had
@@ -238,8 +240,8 @@ class TokenTally:
 
 
 def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
-    """Return the columns of the table ``steps`` for a batch, with the staleness histogram of its tokens. `committed`:
-    time of the commit (`time.time`).
+    """Return the columns of the table ``steps``, in order, for a batch that is about to be trained on; those of the
+    update are None. They include the staleness histogram of its tokens. `committed`: time of the commit (`time.time`).
 
     Raises:
         BoundViolated: a token was sampled by a version newer than the one that is trained (`batch.version`).
@@ -281,7 +283,8 @@ IN_FLIGHT = "in_flight"
 
 
 class MostInFlight:
-    """Counts groups in flight; keeps the highest number for each stretch between two changes of a bound."""
+    """Counts groups in flight; keeps the highest number for each stretch between two changes of a bound (the fact
+    `IN_FLIGHT`)."""
 
     def __init__(self, facts: Iterable[tuple[str, str, object]], path: Path, rows: Iterable[LiveRow]) -> None:
         """Continue the count of an existing ledger. `facts`: rows of its table ``meta``; `path`: of the ledger, for
@@ -295,8 +298,8 @@ class MostInFlight:
         self._begins = True
 
     def issued(self, key: int, members: int) -> dict[str, str]:
-        """Count one more group in flight. Returns ``{IN_FLIGHT: JSON of the fact}`` if the fact has changed, else an
-        empty dict. `key`: of the group; `members`: number of its trajectories."""
+        """Count one more group in flight. Returns ``{IN_FLIGHT: JSON of the fact}`` for the table ``meta`` if the fact
+        has changed, else an empty dict. `key`: of the group; `members`: number of its trajectories."""
         self._members[key] = members
         if self._begins:
             self._stretches.append((key, 0))

@@ -52,12 +52,12 @@ def log_of(ledger: Path) -> Path:
 
 
 def check_log(ledger: Path, largest: int = LARGEST) -> None:
-    """Check the write-ahead log of a ledger that no process has open; does nothing if there is no log. An unchanged log
-    is read only once.
+    """Check the write-ahead log of the ledger at this path, which no process has open; does nothing if there is no log.
+    An unchanged log is read only once in a process.
 
     Raises:
         StoreError: valid frames follow a broken one, so SQLite would drop them silently; or the log is larger than
-            `largest` bytes.
+            `largest` bytes, or cannot be read.
     """
     log = log_of(ledger)
     try:
@@ -81,16 +81,17 @@ def check_log(ledger: Path, largest: int = LARGEST) -> None:
 
 @lru_cache(maxsize=1_024)
 def _damage(log: Path, stamp: tuple[int, ...]) -> int | None:
-    """Byte offset of the first broken frame, if valid frames follow it, which would be lost; else None. `stamp`:
-    identifies the file's contents, for the cache."""
+    """Byte offset of the first broken header or frame, if frames follow it, which would be lost; None if none is
+    broken, or none follows. `stamp`: identifies the file's contents, for the cache."""
     data = log.read_bytes()
     broken = _first_broken(data)
     return broken if broken is not None and _goes_on(data, broken) else None
 
 
 def _first_broken(data: bytes) -> int | None:
-    """Byte offset of the first broken header or frame, or of the first frame that an earlier log has left behind; None
-    if there is none."""
+    """Byte offset of the first broken frame, or of the first frame that an earlier log has left behind; 0 if the header
+    is broken or incomplete, None if nothing is. `data`: the whole log. An incomplete frame at its end is not
+    broken."""
     order = _MAGIC.get(int.from_bytes(data[:4], "big"))
     if order is None or len(data) < _HEADER:
         return 0
@@ -222,12 +223,13 @@ CREATE TABLE events (at REAL NOT NULL, name TEXT NOT NULL, detail TEXT NOT NULL)
 
 
 def open_for_writing(path: Path) -> sqlite3.Connection:
-    """Open the ledger at `path` for writing. A missing file is created, an older format upgraded.
+    """Open the ledger at `path` for writing. A missing or empty file is created with its tables, an older format
+    upgraded. The caller holds the lock of the run folder.
 
     The connection has no automatic transactions: the caller begins and ends them.
 
     Raises:
-        StoreError: the file has an unknown format, is no ledger, is damaged, or cannot be written.
+        StoreError: the file has a format that cannot be resumed, is no ledger, is damaged, or cannot be written.
     """
     check_log(path)
     with ExitStack() as undo:
@@ -255,7 +257,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 
 
 def _create(path: Path) -> None:
-    """Write an empty ledger. A kill leaves either no file at `path` or one with all tables."""
+    """Write a ledger without rows to `path`. A kill leaves either no file there or one with all tables."""
     with closing(sqlite3.connect(":memory:")) as memory:
         memory.executescript(f"{_TABLES} PRAGMA user_version = {FORMAT};")
         image = bytearray(memory.serialize())
@@ -266,9 +268,9 @@ def _create(path: Path) -> None:
 
 
 def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connection:
-    """Open the ledger at `path` read-only, also while a run writes. `patience`: seconds to wait for a lock.
-
-    Reading changes nothing in the ledger, but SQLite may create its index file beside a write-ahead log.
+    """Open the ledger at `path` read-only, also while a run writes. `patience`: seconds that a query waits for a lock
+    of SQLite before it fails. Reading changes nothing in the ledger, but SQLite may create its index file beside a
+    write-ahead log.
 
     Raises:
         StoreError: the file is missing, has an unknown format, is no ledger, or is damaged.
@@ -289,11 +291,11 @@ def open_for_reading(path: Path, patience: float = _PATIENCE) -> sqlite3.Connect
 
 @contextmanager
 def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connection]:
-    """Context manager: the ledger, opened read-only and closed at the end. `patience`: seconds to wait for a lock.
+    """Context manager: the ledger at `path`, opened as by `open_for_reading` and closed at the end.
 
     Raises:
-        StoreError: the file is missing, has an unknown format, is no ledger, or is damaged; or the block has read a
-            damaged value.
+        StoreError: as `open_for_reading`; or the block raised an error of SQLite, ValueError, TypeError or
+            AssertionError, as reading a damaged value does.
     """
     try:
         with closing(open_for_reading(path, patience)) as connection:
@@ -314,7 +316,7 @@ def check_resting_log(path: Path) -> None:
 
 
 def _address(path: Path) -> str:
-    """URI with which SQLite opens the ledger for reading.
+    """URI with which SQLite opens the ledger at `path` for reading.
 
     SQLite reads a write-ahead log through an index file beside it. If there is no log, and no run is writing or no
     index can be created, the ledger is opened as immutable: SQLite then creates no file.
@@ -338,11 +340,12 @@ def needs_copy(path: Path) -> bool:
 
 
 def open_copy(path: Path) -> sqlite3.Connection:
-    """Open a private copy of the ledger, into which its write-ahead log is folded. The copy is deleted when the
-    connection is closed; it is on the disk of temporary files.
+    """Open a private copy of the ledger at `path`, into which its write-ahead log is folded, read-only. The copy is on
+    the disk of temporary files and unlinked at once, so its room is free when the connection is closed.
 
     Raises:
-        OSError: there is no room for the copy.
+        OSError: a file cannot be read, or there is no room for the copy.
+        sqlite3.Error: the ledger is damaged.
     """
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         copy = Path(folder) / path.name

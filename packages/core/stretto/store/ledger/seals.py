@@ -39,7 +39,8 @@ def seal(*content: object) -> bytes:
 
 
 def fact_text(value: object) -> str:
-    """JSON of a fact, as it is written. Raises StoreError if it could not be read again."""
+    """Return the JSON of a fact, as it is written. Raises StoreError if it could not be read again: a number that is
+    not finite, a lone surrogate."""
     try:
         return encoded(value).decode()
     except (UnicodeEncodeError, *UNREADABLE) as error:
@@ -47,8 +48,8 @@ def fact_text(value: object) -> str:
 
 
 def find_fact(rows: Iterable[tuple[str, str, object]], path: Path, name: str, kind: type[Value]) -> Value | None:
-    """Find the fact `name` and decode it as `kind`; None if there is none. All rows are checked: the damage may be in a
-    name.
+    """Find the fact `name` and decode it as `kind`; None if there is none. The seals of all rows are checked: the
+    damage may be in a name.
 
     Args:
         rows: rows (name, value, seal) of the table ``meta``.
@@ -84,8 +85,8 @@ def batch_seal(batch: Batch, number: int = 6) -> bytes:
 
 
 def format_of_step(sealed: bytes, number: int) -> int:
-    """Return the format in which a step was recorded, from the length of its seal. A ledger of format `number` may have
-    steps of an earlier one, if the run was resumed."""
+    """Return the format in which a step was recorded, from the length of `sealed`, its batch seal. A ledger of format
+    `number` may have steps of an earlier one, if the run was resumed by a newer stretto."""
     return min(number, _PACKED - 1) if len(sealed) == SIZE else number
 
 
@@ -122,7 +123,8 @@ def _decisive_packed(segment: Segment) -> tuple[object, ...]:
 
 
 def check(found: object, expected: bytes, what: str) -> None:
-    """Compare a recorded seal with the one computed from the data. `what`: names the data in the message.
+    """Compare a recorded seal (`found`, as SQLite returns it) with the one computed from the data. `what`: names the
+    data in the message.
 
     Raises:
         StoreError: the seals differ, so the data are damaged.
@@ -132,10 +134,11 @@ def check(found: object, expected: bytes, what: str) -> None:
 
 
 def check_rows(connection: sqlite3.Connection, path: Path) -> None:
-    """Check that no row of the ledger is damaged or missing. Payloads are not checked here: each is checked when it is
-    decoded.
+    """Check that no row of the ledger at `path`, open in `connection`, is damaged or missing. Payloads, partials and
+    calls are not checked here: each is checked when it is decoded.
 
-    Begins a transaction: later queries on the connection see the checked state, even while the run writes.
+    Begins a transaction and leaves it open: later queries on the connection see the checked state, even while the run
+    writes.
 
     Raises:
         StoreError: a row is damaged or missing; names the first one.

@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class LineWriter(Generic[Line]):
-    """Appends records to one file. An incomplete last line, left by a kill, is cut off when the writer is created.
+    """Appends records to one file, which the first line creates. An incomplete last line, left by a kill, is cut off
+    when the writer is created. Nothing is written once another folder has taken the place of the file's.
 
     If the file or a line cannot be written, one warning is logged, `lost` counts the lines that are not in the file,
     and nothing is raised: losing measurements must not end a run.
@@ -88,17 +89,14 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
     """Read all complete lines of a file; an incomplete last line is left out. Empty if there is no file.
 
     Raises:
-        StoreError: a complete line cannot be read; names file and line.
+        StoreError: a complete line cannot be read (names file and line), or the path is a pipe.
+        OSError: the file cannot be read, or is a folder.
     """
     return list(iterate_lines(path, decoder))
 
 
 def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line]:
-    """Read the complete lines of a file, one at a time; an incomplete last line is left out. Empty if there is no file.
-
-    Raises (while it is iterated):
-        StoreError: a complete line cannot be read; names file and line.
-    """
+    """Yield the complete lines of a file, which is read as it is iterated; otherwise as `read_lines`."""
     for line in _each_line(path, decoder):
         if isinstance(line, StoreError):
             raise line
@@ -106,7 +104,8 @@ def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[L
 
 
 def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[Line], bool]) -> None:
-    """Rewrite the file with only the records for which `keep` returns True. A file that has no others stays as it is.
+    """Rewrite the file with only the records for which `keep` returns True (it is called twice for each record). A file
+    that has no others stays as it is; one that does not exist is not created.
 
     Unreadable lines are dropped, with a warning. A file that cannot be written stays as it is, with a warning. One line
     is in memory at a time: a long run has hundreds of thousands.
@@ -178,8 +177,8 @@ def open_plain(path: Path, links: bool = False) -> int:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        StoreError: the path is a pipe or a folder; or, unless links are followed, is a link or cannot be read.
-        OSError: links are followed, and the file cannot be read.
+        StoreError: the path is a pipe or a folder; or, without `links`, is a link or cannot be read.
+        OSError: with `links`, the file cannot be read.
     """
     try:
         kept = 0 if links else os.O_NOFOLLOW
@@ -215,10 +214,11 @@ def decode_line(decoder: msgspec.json.Decoder[Decoded], row: bytes) -> Decoded:
 
 
 class LineFollower(Generic[Decoded]):
-    """Reads the complete lines of a JSON-lines file as they are appended. A file that was rewritten is read again from
-    its start.
+    """Reads the complete lines of a JSON-lines file as they are appended; each `read_on` reads some more. A file that
+    was rewritten is read again from its start.
 
     Lines that cannot be decoded are skipped. `fault`: error message of the first skipped line; None if there is none.
+    A caller that stores `identity`, `offset` and `number`, and sets them on another follower of the file, continues.
     """
 
     def __init__(self, path: Path, decoder: msgspec.json.Decoder[Decoded], *, links: bool = False) -> None:
@@ -240,8 +240,8 @@ class LineFollower(Generic[Decoded]):
             The lines, and whether the file was rewritten or removed, so that these lines are its first.
 
         Raises:
-            StoreError: the path is a link, a pipe or a folder, or cannot be read; or a line is longer than 64 MiB.
-            OSError: links are followed, and the file cannot be read.
+            StoreError: as `open_plain`, or a line is longer than 64 MiB.
+            OSError: as `open_plain`.
         """
         try:
             descriptor = open_plain(self._path, self._links)
@@ -268,8 +268,8 @@ class LineFollower(Generic[Decoded]):
         return self._lines(whole), again
 
     def _is_known(self, file: BinaryIO, found: os.stat_result) -> bool:
-        """Whether the open file is the one that was read so far. An identity that an earlier version of stretto has
-        kept has no digest of the bytes before the offset."""
+        """Whether the open file, with the status `found`, is the one that was read so far; moves its position. An
+        identity that an earlier version of stretto has kept has no digest of the bytes before the offset."""
         first, _, before = self.identity[2].partition(_AND)
         if found.st_size < self.offset or (found.st_dev, found.st_ino) != self.identity[:2]:
             return False
@@ -297,7 +297,7 @@ class LineFollower(Generic[Decoded]):
 
 
 def _digest(lines: bytes) -> str:
-    """Digest of the first line."""
+    """Digest of the first line of `lines`, of its first 4 KiB if it is longer."""
     return _digest_of(lines.partition(b"\n")[0][:_FIRST_BYTES])
 
 

@@ -82,15 +82,16 @@ class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
     asked: str = ""  # digest of the prompts, the completions of each, and the seed; empty in an old run
 
     def is_like(self, prompts: int, samples: int, asked: str) -> bool:
-        """Whether its accuracy may be compared with that of an evaluation of `prompts` prompts with `samples`
-        completions together: the prompts and the seed are the same too. Without `asked`, their number decides."""
+        """Whether its accuracy may be compared with that of another evaluation, of `prompts` prompts with `samples`
+        completions together (0: one for each): both asked the same prompts with the same seed. `asked`: the other's
+        digest; where one has none, the numbers decide."""
         counts = (self.prompts, self.samples or self.prompts)
         return counts == (prompts, samples or prompts) and (self.asked == asked or not (self.asked and asked))
 
 
 def alike(lines: Sequence[Line]) -> list[Line]:
-    """The evaluations whose accuracy may be compared with that of the last one: a resumed run may have other prompts,
-    completions or seeds."""
+    """Return the evaluations of `lines`, one set in order, whose accuracy may be compared with that of the last one
+    (itself included): a resumed run may have other prompts, completions or seeds."""
     return [line for line in lines if line.is_like(lines[-1].prompts, lines[-1].samples, lines[-1].asked)]
 
 
@@ -116,10 +117,11 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
-    """Read (steps, evaluations) of a run, each in order. Evaluations of further sets are left out.
+    """Read (steps, evaluations) of a run, each in order; both empty if there is no file. Evaluations of further sets
+    are left out.
 
     Raises:
-        StoreError: a complete line cannot be read.
+        StoreError, OSError: as `read_lines`.
     """
     steps, evaluations = list[StepMetrics](), list[EvaluationLine]()
     for line in iterate_metrics(path):
@@ -131,19 +133,16 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
 
 
 def iterate_metrics(path: Path) -> Iterator[StepMetrics | EvaluationLine]:
-    """Read the lines of `read_metrics` in the order of the file, one at a time.
-
-    Raises:
-        StoreError: a complete line cannot be read.
-    """
+    """Yield the lines of `read_metrics` in the order of the file, which is read as it is iterated."""
     return (line for line in iterate_lines(path, _DECODER) if not isinstance(line, SetEvaluationLine))
 
 
 def read_evaluations(path: Path) -> dict[str, list[EvaluationLine]]:
-    """Read all evaluations of a run, in order, by the name of their set of questions; "" is the main set.
+    """Read all evaluations of a run, in order, by the name of their set of questions; "" is the main set. Sets without
+    any have no entry.
 
     Raises:
-        StoreError: a complete line cannot be read.
+        StoreError, OSError: as `read_lines`.
     """
     found: dict[str, list[EvaluationLine]] = {}
     for line in iterate_lines(path, _DECODER):
@@ -153,8 +152,8 @@ def read_evaluations(path: Path) -> dict[str, list[EvaluationLine]]:
 
 
 def rewind_metrics(path: Path, step: int) -> None:
-    """Remove the lines of later steps than `step`: the run is resumed after it, and will write them again. Does nothing
-    without a file."""
+    """Remove the lines of later steps than `step`: the run is resumed after it, and will write them again
+    (`keep_lines`). Does nothing without a file."""
     keep_lines(path, _DECODER, lambda line: line.step <= step)
 
 
@@ -178,6 +177,8 @@ class SampledCompletion(Record, frozen=True):
 
     @classmethod
     def of(cls, prompt: Prompt, versions: tuple[int, ...], text: str, verdict: Verdict) -> Self:
+        """Return the record of one completion. `versions`: of its tokens, in any order, with repetitions; without any,
+        it is recorded as of version 0."""
         versions = tuple(sorted(set(versions))) or (0,)  # sorted: with parallel turns, versions may fall
         return cls(
             version=versions[-1],
@@ -197,6 +198,6 @@ _SAMPLES = msgspec.json.Decoder(SampledCompletion)
 
 
 def rewind_samples(path: Path, version: int) -> None:
-    """Remove completions of later versions than `version`: the run is resumed there, and will sample them again. Does
-    nothing without a file."""
+    """Remove completions of later versions than `version`: the run is resumed there, and will sample them again
+    (`keep_lines`). Does nothing without a file."""
     keep_lines(path, _SAMPLES, lambda sample: sample.version <= version)

@@ -45,7 +45,8 @@ class RunProgress:
         self.held_out = evaluation
 
     def rates(self) -> dict[str, float]:
-        """Tokens per second over the last 3 seconds, as ``generated`` and ``trained``; empty before two steps."""
+        """Tokens per second over about the last 3 seconds (or the last step, if it took longer), as ``generated`` and
+        ``trained``; empty before two steps."""
         if not self._counts:
             return {}
         (then, generated_then, trained_then), (now, generated, trained) = self._counts[0], self._counts[-1]
@@ -91,8 +92,8 @@ class RunProgress:
 
 
 def lesson_line(phase: str, step: int, steps: int, seconds: float, loss: float, accuracy: float | None) -> str:
-    """Format a progress line of supervised training. `phase`: name in front; `step` of `steps` after `seconds`;
-    `accuracy`: None if it is not measured.
+    """Format a progress line of supervised training. `phase`: name in front; `step` of `steps` (0: not known) after
+    `seconds`; `accuracy`: None if it is not measured.
 
     >>> lesson_line("warm start", 10, 300, 12.0, 0.31, None)
     'warm start 10/300 0:12 left 5:48 | loss 0.3100'
@@ -102,8 +103,8 @@ def lesson_line(phase: str, step: int, steps: int, seconds: float, loss: float, 
 
 
 def seconds_left(step: int, steps: int, seconds: float) -> float | None:
-    """Estimate the seconds until the last step from the mean time per step; None before the first step, or if `steps`
-    is 0 (not known)."""
+    """Estimate the seconds until the last step from the mean time per step; None before the first step, after the last
+    one, or if `steps` is 0 (not known)."""
     return seconds / step * (steps - step) if 0 < step <= steps else None
 
 

@@ -58,7 +58,8 @@ class SampledTokens:
 
 
 class TokenFiles:
-    """Writes the token files of a run, and removes the oldest when they exceed `most_gib` GiB. Not thread-safe."""
+    """Writes the token files of a run into `folder`, and removes the oldest when they exceed `most_gib` GiB. Not
+    thread-safe."""
 
     def __init__(self, folder: Path, most_gib: float) -> None:
         self._folder, self._most = folder, most_gib * GIB
@@ -66,7 +67,8 @@ class TokenFiles:
         self._total = 0
 
     def write(self, step: int, lengths: Mapping[str, int], tokens: SampledTokens) -> None:
-        """Write the file of a step, completely or not at all. It is not synced to disk: that would delay the ledger.
+        """Write the file of a step, completely or not at all, replacing an earlier one; then remove the oldest files,
+        this one too, until the rest is small enough. It is not synced to disk: that would delay the ledger.
 
         Args:
             lengths: number of sampled tokens of each trajectory, by id.
