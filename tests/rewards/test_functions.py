@@ -89,6 +89,7 @@ def test_an_exact_match_ignores_only_the_spaces_around() -> None:
         ("48 + 24 = 72", "He sold <<48+24=72>>72 clips.\n#### 72", True),  # as GSM8K has it
         ("<<48+24=72>>72 clips\n#### 72", "<<48+24=72>>72 clips\n#### 73", False),
         *[("It costs $1,000.", "So 2 * 500 = 1000\n#### 1,000", True), ("It costs 1000", "1,000", True)],
+        *[("nothing: .0", "0", True), ("0", "-.00", True), ("-.0", "1", False)],  # no digit before the point
         *[("1,000,000.50", "1000000.5", True), ("either 1, 2 or 3,4", "4", True)],
         *[("12", r"so it is \boxed{1,2}", None), ("So 72", r"we get \boxed{72}", True), ("18", "$18", True)],
         ("yes", "yes", None),

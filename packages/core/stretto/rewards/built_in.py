@@ -15,9 +15,9 @@ _ANSWER_SECONDS = 1.0
 class BuiltIn:
     """A built-in reward: its ``package.module:function``, and its hard limit for one completion in seconds.
 
-    `gold`: name of a function, called like a reward, that checks each gold answer when the data is loaded; "": none. It
-    raises `Undecided` for one that no completion could match. `configured`: `function` is a factory; it gets the
-    section of the recipe that has the reward's name, as JSON, and returns the reward.
+    `gold`: ``package.module:function`` of a function, called like a reward, that checks each gold answer when the data
+    is loaded; "": none. It raises `Undecided` for one that no completion could match. `configured`: `function` is a
+    factory; it gets the section of the recipe that has the reward's name, as JSON, and returns the reward.
     """
 
     function: str
@@ -46,5 +46,6 @@ BUILT_IN: Mapping[str, BuiltIn] = {
 
 
 def timeout_of(function: str) -> float:
-    """Default time limit for one completion, in seconds: a built-in's own limit, otherwise one second."""
+    """Default time limit for one completion, in CPU seconds: the own limit of the built-in with this name, otherwise
+    one second."""
     return BUILT_IN[function].timeout if function in BUILT_IN else _ANSWER_SECONDS

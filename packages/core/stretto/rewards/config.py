@@ -20,8 +20,8 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], AS_TUPLE]
 
 
 class RewardPart(BaseModel, extra="forbid", frozen=True):
-    """One of several rewards (a table of `functions`). The reward of a completion is the weighted sum of the parts for
-    its source. The first of these decides whether the completion is right; one undecided part makes it undecided.
+    """One of several rewards (a table of `functions`). The reward of a completion is the weighted sum of the parts that
+    judge its source. The first of these decides whether the completion is right; one undecided part makes it undecided.
 
     Example: ``RewardPart(name="form", function="my_rewards:has_box", weight=0.2)``
     """
@@ -44,7 +44,7 @@ class RewardPart(BaseModel, extra="forbid", frozen=True):
 
     @property
     def title(self) -> str:
-        """Name of the part: the one given, else the last part of its function."""
+        """Name of the part: `name`, else what follows the colon in `function`."""
         return self.name or self.function.rpartition(":")[2]
 
 
@@ -117,17 +117,18 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def title(self) -> str:
-        """Name of the reward as the recipe gives it: the function, or the names of all parts."""
+        """Name of the reward as the recipe gives it: the function, or the titles of all parts, joined by " + "."""
         return " + ".join(part.title for part in self.functions) or self.function
 
     @property
     def deciding(self) -> str:
-        """Name of the function that decides whether a completion is right; "" if it differs between sources."""
+        """The function that decides whether a completion is right: the first part's; "" if that judges only some
+        sources."""
         return "" if self.parts[0].sources else self.parts[0].function
 
     @property
     def seconds_per_completion(self) -> float:
-        """Time limit for one completion in seconds: the recipe's `timeout`, otherwise the sum of the rewards' own
+        """Time limit for one completion in CPU seconds: the recipe's `timeout`, otherwise the sum of the rewards' own
         limits."""
         return self.timeout or sum(timeout_of(part.function) for part in self.parts)
 
@@ -136,13 +137,14 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
         return self.model_copy(update={"function": part.function, "functions": ()})
 
     def section(self, function: str) -> str:
-        """Settings of the reward `function` as JSON: its section of the recipe, ``{}`` if it has none."""
+        """Settings of the reward `function` as JSON: the section of the recipe with its name; ``{}`` if it takes
+        none."""
         configured = function in BUILT_IN and BUILT_IN[function].configured
         section: BaseModel | None = getattr(self, function) if configured else None
         return "{}" if section is None else section.model_dump_json()
 
     def has(self, function: str) -> bool:
-        """Whether one part is this function."""
+        """Whether `function` is the function of a part."""
         return any(part.function == function for part in self.parts)
 
     @model_validator(mode="after")
@@ -158,7 +160,8 @@ class RewardsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def asked(self) -> dict[str, AddressConfig]:
-        """Server settings of the rewards in use that ask a server, by section: ``judge``, ``reward_model``."""
+        """Server settings of the rewards in use that ask a server, by section (``judge``, ``reward_model``); empty if
+        none does."""
         sections: dict[str, AddressConfig] = {"judge": self.judge, "reward_model": self.reward_model}
         return {name: section for name, section in sections.items() if self.has(name)}
 

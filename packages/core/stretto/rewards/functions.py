@@ -24,8 +24,8 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 #: Returns True or False for right and wrong (worth ``rewards.right`` and ``rewards.wrong``), or a finite number that is
 #: the reward itself. With a number, the completion counts as right if it lies above the middle of the two.
 #:
-#: Any other result makes the completion *undecided*: it is not trained on, and never scored zero. The same holds for a
-#: function that raises `Undecided` or another exception, returns a number beyond ±1e6, or runs longer than
+#: Any other result, or a number beyond ±1e6, makes the completion *undecided*: it is not trained on, and never scored
+#: zero. The same holds if the function raises `Undecided` or another exception, or runs longer than
 #: ``rewards.timeout``.
 RewardFunction = Callable[[str, str, str], float | bool]
 
@@ -47,8 +47,8 @@ def exact_match(prompt: str, completion: str, answer: str) -> bool:
 
 
 def last_number(prompt: str, completion: str, answer: str) -> bool:
-    """Whether the last number of the completion (``-12``, ``3.50``, ``1,000``) equals the gold answer's; thoughts are
-    removed first.
+    """Whether the last number of the completion (``-12``, ``3.50``, ``1,000``) equals that of the gold answer; thoughts
+    are removed first. False if the completion has no number.
 
     >>> last_number("How many?", "First 3, then 4.50", "4.5"), last_number("How many?", "none", "4.5")
     (True, False)
@@ -73,7 +73,8 @@ def number_gold(prompt: str, completion: str, answer: str) -> bool:
 
 
 def _number_of(gold: str) -> str:
-    r"""The number in a gold answer: after ``####`` (GSM8K), in ``\boxed{}``, or the whole text. Raises Undecided."""
+    r"""The number in a gold answer, normalized: after ``####`` (GSM8K), in ``\boxed{}``, or the whole text. Raises
+    Undecided if that is no number."""
     final = gold.rpartition("####")[2]
     boxes = _BOXED.findall(final)
     match = _GOLD_NUMBER.fullmatch((boxes[-1] if boxes else final).strip())
@@ -83,7 +84,7 @@ def _number_of(gold: str) -> str:
 
 
 def _canonical(text: str) -> str:
-    """Normalized text: integers without leading zeros and plus sign, other text without surrounding spaces.
+    """Normalize a text: integers lose leading zeros and a plus sign, other text loses surrounding spaces.
 
     Works on the text, because converting a hostile completion of a million digits to an integer takes long.
     """
@@ -96,11 +97,9 @@ def _canonical(text: str) -> str:
 
 
 def _canonical_decimal(text: str) -> str:
-    """Normalized text of a decimal number, without the commas between its thousands: ``+1,234.50`` is ``1234.5``,
-    ``4.0`` is ``4``."""
+    """Normalize the text of a decimal number, without the commas between its thousands: ``+1,234.50`` becomes
+    ``1234.5``, ``4.0`` becomes ``4``, ``-.0`` becomes ``0``."""
     whole, _, fraction = text.strip().replace(",", "").partition(".")
-    fraction = fraction.rstrip("0")
-    if not fraction:
-        return _canonical(whole)
-    sign = "-" if whole.startswith("-") else ""
-    return f"{sign}{_canonical(whole.lstrip('+-') or '0')}.{fraction}"
+    digits = _canonical(whole.lstrip("+-") or "0")
+    number = f"{digits}.{fraction}".rstrip("0").rstrip(".") if fraction else digits
+    return f"-{number}" if whole.startswith("-") and number != "0" else number

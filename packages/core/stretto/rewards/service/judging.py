@@ -46,7 +46,7 @@ class _Awaited:
 
 
 def awaited(function: RewardFunction) -> RewardFunction:
-    """Return the function itself, or, if it is asynchronous, a synchronous wrapper of it."""
+    """Return `function` itself, or, if it is asynchronous, a synchronous wrapper of it with the same signature."""
     # A call runs the type's `__call__`, not an attribute of the instance.
     call = getattr(type(function), "__call__", None)  # noqa: B004
     inner = function.func if isinstance(function, functools.partial) else function
@@ -64,12 +64,12 @@ _CONTRACT = "a reward is called as function(prompt, completion, answer) and retu
 
 def load_reward(name: str, settings: str = "{}", place: str = PLACE) -> RewardFunction:
     """Load the reward `name`: a built-in, or ``package.module:function`` from the import path. An asynchronous function
-    is returned in a synchronous wrapper. `settings`: the built-in's section of the recipe, as JSON. `place`: the
-    recipe's key, for messages.
+    is returned in a synchronous wrapper. `settings`: the built-in's section of the recipe, as JSON; other rewards do
+    not get it. `place`: the recipe's key that names the function, for messages.
 
     Raises:
-        RewardFunctionError: the name is unknown; the module cannot be imported; the object is not callable with three
-            arguments, or is a generator; or a built-in does not work on this machine.
+        RewardFunctionError: the name is unknown; the module cannot be imported; the object is not callable with prompt,
+            completion and answer, or is a generator; or a built-in does not work on this machine.
     """
     try:
         found = load(name, place, "reward", {kind: one.function for kind, one in BUILT_IN.items()})
@@ -95,8 +95,9 @@ def _checked(place: str, name: str, found: object) -> RewardFunction:
 
 
 def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
-    """Keyword arguments for a reward function: the fields of a row that its further parameters name, or all fields if
-    it has ``**fields``. `row`: JSON object, or ""."""
+    """Return the keyword arguments for a reward function: the fields of a row that its further parameters name, or all
+    fields if it has ``**fields``. Empty for a function written in C without a signature. `row`: its fields as a JSON
+    object; "": none."""
     if not row:
         return {}
     fields: dict[str, Any] = json.loads(row)
@@ -108,8 +109,8 @@ def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
 
 
 def why_lacking(function: Callable[..., object], row: str) -> str:
-    """Return which required parameters of a reward function the row has no field for, with the fields that it has; ""
-    if it lacks none. `row`: JSON object, or ""."""
+    """Return a sentence with the required parameters of a reward function that the row has no field for, and the fields
+    that it has; "" if it lacks none. `row`: as for `fields_taken`."""
     fields: dict[str, Any] = json.loads(row) if row else {}
     try:
         parameters = inspect.signature(function).parameters
@@ -122,7 +123,8 @@ def why_lacking(function: Callable[..., object], row: str) -> str:
 
 
 def _further(found: Callable[..., object]) -> list[str]:
-    """Names of the parameters beyond prompt, completion and answer."""
+    """Names of the parameters beyond prompt, completion and answer; the first three positional ones are these,
+    whatever they are called."""
     parameters = list(inspect.signature(found).parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     first = [parameter.name for parameter in parameters if parameter.kind in positional][:3]
@@ -138,8 +140,8 @@ _REASON_LIMIT = 300  # characters; a user's exception may carry a whole document
 
 
 def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
-    """Call `function` on one completion; returns the verdict. An exception or an invalid result gives an undecided
-    verdict with the reason. `worth`: rewards of right and wrong."""
+    """Call `function` on one completion; returns the verdict. Any exception (SystemExit too) or an invalid result gives
+    an undecided verdict with the reason. `worth`: rewards of right and wrong."""
     try:
         with forks_end():
             value = _plain(function(item.prompt, item.completion, item.answer))
@@ -158,8 +160,9 @@ def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
 
 
 def verdict_of(value: object, worth: Worth) -> Verdict:
-    """Verdict for the value that a reward returned: a bool, or a number that is the reward itself. Any other value, and
-    a number that is not finite or beyond ±1e6, is undecided."""
+    """Return the verdict for the value that a reward returned. A bool is worth `worth.right` or `worth.wrong`; a number
+    is the reward itself, and right if it is above `worth.threshold`. Any other value, and a number that is not finite
+    or beyond ±1e6, is undecided."""
     if isinstance(value, bool):
         return worth.verdict_right if value else worth.verdict_wrong
     if not isinstance(value, int | float):
@@ -182,7 +185,7 @@ def undecided(reason: str) -> Verdict:
 
 
 def carried(text: str) -> str:
-    """The text with its lone surrogates escaped, which no wire and no file can carry."""
+    """Return the text with its lone surrogates escaped, which no wire and no file can carry."""
     return text.encode(errors="backslashreplace").decode()
 
 
@@ -240,12 +243,13 @@ class LoadedPart:
     function: RewardFunction
 
     def judges(self, item: ScoreItem) -> bool:
-        """Whether the part applies to the source of the item."""
+        """Whether the part judges completions of the item's source."""
         return not self.settings.sources or item.source in self.settings.sources
 
     def verdict(self, item: ScoreItem, worth: Worth) -> Verdict:
-        """Verdict of this part alone; the function also gets the fields of the row that it has parameters for. If it is
-        undecided and the row lacks a required field, the reason names that."""
+        """Judge the item by this part alone, whatever its source, before the weight; the function also gets the fields
+        of the row that it has parameters for. If the verdict is undecided and the row lacks a required field, the
+        reason names that."""
         fields = fields_taken(self.function, item.fields)
         verdict = judge(partial(self.function, **fields) if fields else self.function, item, worth)
         if verdict.outcome is Outcome.UNDECIDED and (why := why_lacking(self.function, item.fields)):
@@ -254,16 +258,13 @@ class LoadedPart:
 
 
 def loaded(parts: Sequence[PartSettings]) -> tuple[LoadedPart, ...]:
-    """Load the functions of all parts.
-
-    Raises:
-        RewardFunctionError: one cannot be loaded, or is not callable as a reward.
-    """
+    """Load the functions of all parts. Raises as `load_reward`."""
     return tuple([LoadedPart(part, load_reward(part.function, part.settings, part.place)) for part in parts])
 
 
 def facts_of(parts: Sequence[LoadedPart]) -> dict[str, str]:
-    """Facts by name for the run's record (sandbox level, say), from the `facts` of built-in rewards that have them."""
+    """Return facts by name for the run's record (sandbox level, say): the attribute `facts` of the built-in rewards
+    that have one. Empty for users' functions."""
     found: dict[str, str] = {}
     for part in parts:
         found |= getattr(part.function, "facts", {}) if part.settings.function in BUILT_IN else {}
@@ -271,11 +272,11 @@ def facts_of(parts: Sequence[LoadedPart]) -> dict[str, str]:
 
 
 def judge_all(parts: Sequence[LoadedPart], item: ScoreItem, worth: Worth) -> Verdict:
-    """Verdict of all parts that apply to the item's source; they are called in order.
+    """Judge the item by all parts for its source, in order, and return one verdict.
 
-    The reward is the sum of weight times value. The first part says whether the completion is right. One undecided part
-    makes the whole verdict undecided, and later parts are not called. It is undecided too if no part applies, or if the
-    sum is beyond ±1e6.
+    The reward is the sum of weight times value. The first of these parts says whether the completion is right. One
+    undecided part makes the whole verdict undecided, and later parts are not called. It is undecided too if no part
+    judges the source, or if the sum is beyond ±1e6.
     """
     outcome: Outcome | None = None
     reward, rewards = 0.0, dict[str, float]()

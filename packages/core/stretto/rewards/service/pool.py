@@ -46,7 +46,8 @@ _SPAN_GAP = 0.002  # seconds; spans with a smaller gap are merged into one for t
 
 
 class RewardPool:
-    """Pool of worker processes that judge completions.
+    """Pool of worker processes that judge completions. `busy_seconds`: time that all workers together have spent on
+    it.
 
     Example::
 
@@ -66,15 +67,16 @@ class RewardPool:
         """Make a pool; its workers start when it is entered.
 
         Args:
-            log: file for the workers' output; by default it is dropped.
-            hung: seconds without a heartbeat after which a worker that starts or is idle is replaced.
-            on_change: gets a sentence for each such replacement, and when a worker reports other `facts` than the
+            log: file for the workers' output, kept small; None: it is dropped.
+            on_change: gets a sentence when a worker is replaced because of `hung`, or reports other `facts` than the
                 first.
-            rows: further data of the questions, by (prompt, gold answer); only `score_group` uses them.
+            hung: seconds without a heartbeat after which a worker that starts or is idle is replaced.
+            rows: further data of the questions, by (prompt, gold answer); only `score_group` uses them, and a question
+                that is not in them has none.
         """
         self._hung = hung
         self._rows = rows or {}
-        self.busy_seconds = 0.0  # seconds of all workers together
+        self.busy_seconds = 0.0
         self._facts, self._on_change = Facts(), on_change
         self._config, self._log = config, log
         self._slots = [_Slot(f"{ROLE}-{number}") for number in range(config.workers)]
@@ -98,15 +100,16 @@ class RewardPool:
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """Facts about the reward, for the run's record."""
+        """Facts about the reward, by name, for the run's record: those of all workers so far (`Facts`)."""
         return self._facts.known
 
     async def start(self) -> None:
-        """Start all workers; returns when they have loaded the reward. After an error no worker is left running.
+        """Start all workers; returns when they have loaded the reward. After an error the pool is closed.
 
         Raises:
             RewardFunctionError: the reward cannot be used; the message says why.
-            RoleDied, DeadlineExceeded: a worker does not start.
+            RoleDied: a worker ended while starting, three times.
+            DeadlineExceeded: a worker was not ready after ``rewards.start_timeout`` seconds.
         """
         self._spawn(self._watch())
         try:
@@ -117,12 +120,13 @@ class RewardPool:
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
         """Judge completions; returns one verdict per item, in order; [] for no items. Several calls may wait at the
-        same time.
+        same time. A completion at which a worker hangs or dies gets an undecided verdict, not an error.
 
         Raises:
-            RewardFunctionError: ``max_consecutive_undecided`` verdicts in a row were undecided.
+            RewardFunctionError: ``max_consecutive_undecided`` verdicts in a row were undecided, or a new worker cannot
+                use the reward.
             RoleDied: a worker cannot be restarted, or the pool is closed.
-            DeadlineExceeded: the verdicts took longer than ``rewards.patience`` seconds.
+            DeadlineExceeded: the verdicts took longer than ``rewards.patience`` seconds, or a restart too long.
         """
         if self._failure is not None:
             raise self._failure
@@ -142,24 +146,19 @@ class RewardPool:
         return verdicts
 
     async def score_group(self, prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
-        """Judge several completions of one prompt; returns one verdict per completion, in order. Fields and source come
-        from `rows`.
-
-        Raises:
-            RewardFunctionError: ``max_consecutive_undecided`` verdicts in a row were undecided.
-            RoleDied: a worker cannot be restarted, or the pool is closed.
-            DeadlineExceeded: the verdicts took longer than ``rewards.patience`` seconds.
-        """
+        """Judge several completions of one prompt, as texts, with the gold `answer`; returns one verdict per
+        completion, in order. Fields and source come from `rows`. Raises as `score`."""
         row = self._rows.get((prompt, answer), Row())
         return await self.score([ScoreItem(prompt, text, answer, row.fields, row.source) for text in completions])
 
     def drain_spans(self) -> list[Span]:
-        """Return the workers' spans of work since the last call, for the timeline, and forget them."""
+        """Return the workers' spans of work since the last call, for the timeline, and forget them. Spans with almost
+        no gap are one."""
         spans, self._spans = self._spans, []
         return spans
 
     async def close(self) -> None:
-        """Kill all workers and wait until they are gone; pending calls of `score` raise `RoleDied`."""
+        """Kill all workers and wait until they are gone; pending and later calls of `score` raise `RoleDied`."""
         self._fail(RoleDied(ROLE, "was closed"))
         tasks = list(self._tasks)
         for task in tasks:
@@ -199,7 +198,8 @@ class RewardPool:
 
     async def _watch(self) -> None:
         """Kill workers that exceed the timeout on one completion, that give no sign of life for `hung` seconds while
-        they judge nothing, or whose process has exited. Also bounds the size of the log."""
+        they judge nothing, or whose process has exited; each kill leads to `_replace`. Also bounds the size of the
+        log. Runs until it is cancelled."""
         timeout, patience = self._config.seconds_per_completion, self._clock_seconds
         pause = min(_LOOK_SECONDS, timeout / 10)
         while True:
@@ -245,7 +245,7 @@ class RewardPool:
 
     @property
     def _patience(self) -> float:
-        """Seconds that a caller waits: no fewer than one completion may take, which is undecided when they are over."""
+        """Seconds that a caller of `score` waits: `rewards.patience`, but no fewer than one completion may take."""
         return max(self._config.patience, self._clock_seconds + _LATEST_LOOK)
 
     @property
@@ -254,11 +254,8 @@ class RewardPool:
 
     def _late(self, waited: bool) -> str:
         timeout = f"{self._config.seconds_per_completion:g} s"
-        return (
-            f"{TIMED_OUT} {self._clock_seconds:g} s, with less than {timeout} of processor time"
-            if waited
-            else (f"{TIMED_OUT} {timeout}")
-        )
+        by_the_clock = f"{self._clock_seconds:g} s, with less than {timeout} of processor time"
+        return f"{TIMED_OUT} {by_the_clock if waited else timeout}"
 
     async def _recycle(self, slot: _Slot) -> None:
         assert slot.process is not None
@@ -297,8 +294,9 @@ class RewardPool:
         slot.outstanding[self._requests] = chunk
 
     def _replied(self, slot: _Slot, reply: Verdicts) -> None:
-        """Store the verdicts of a reply in their calls, and send further chunks. Raises WireError if the reply does not
-        fit the oldest request: then user code has written the reply."""
+        """Store the verdicts of a reply in their calls, replace the worker after `recycle_after` completions, and send
+        further chunks. Raises WireError if the reply does not fit the oldest request: then user code has written the
+        reply."""
         request, chunk = next(iter(slot.outstanding.items()), (None, None))
         if chunk is None or reply.request != request or len(reply.verdicts) != len(chunk.indices):
             raise WireError(f"{slot.name}: {len(reply.verdicts)} verdicts for request {reply.request}")
@@ -355,7 +353,7 @@ class RewardPool:
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Fail all calls if a background task ended with an error; nobody awaits the task."""
+        """Fail all calls, pending and later ones, if a background task ended with an error; nobody awaits the task."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
@@ -386,10 +384,9 @@ class _Slot:
         return self.seen % 2 == 1
 
     def still_for(self, longest: float) -> float:
-        """Poll the worker; returns seconds without progress. While it starts or holds no chunk, a heartbeat counts as
-        progress too.
-
-        Of the time since the last poll at most `longest` seconds count, because the machine may have been suspended."""
+        """Poll the worker, which has a process; returns seconds without progress, and sets `seen` to its counter. While
+        it starts or holds no chunk, a heartbeat counts as progress too. Of the time since the last poll at most
+        `longest` seconds count, because the machine may have been suspended."""
         assert self.process is not None
         now, progress, signs = time.monotonic(), self.process.progress, self.process.signs
         elapsed, self._looked = min(now - self._looked, longest), now
@@ -402,13 +399,14 @@ class _Slot:
 
     @property
     def computed(self) -> float:
-        """Processor seconds spent on the current item since it was first polled."""
+        """CPU seconds that the worker has spent since its counter was first seen unchanged, on one item."""
         assert self.process is not None
         return self.process.processor_seconds - self._before
 
 
 async def check_reward(config: RewardsConfig) -> None:
-    """Load the reward in a worker process, where a module that hangs or exits does no harm.
+    """Load the reward of `config` in a worker process, where a module that hangs or exits does no harm; returns if that
+    works.
 
     Raises:
         RewardFunctionError: the reward cannot be used; the message says why.

@@ -44,14 +44,9 @@ _MARK = "STRETTO_REWARD_WORKER"  # environment variable of a worker, which its d
 
 
 class WorkerProcess:
-    """A worker process. `on_reply` is called with each reply; a WireError from it ends the worker. `on_lost` is called
-    once, when the worker's end of the wire closes.
-
-    Raises (from `start`):
-        RewardFunctionError: the worker cannot use the reward function.
-        RoleDied: it ended while starting.
-        DeadlineExceeded: it was not ready after ``rewards.start_timeout`` seconds.
-    """
+    """A worker process, started once. `on_reply` is called with each reply; a WireError from it ends the worker.
+    `on_lost` is called once, if the wire of a worker that was ready closes, from either end. `facts`: of its reward,
+    once it has started (`WorkerReady`)."""
 
     def __init__(self, name: str, on_reply: Callable[[Verdicts], None], on_lost: Callable[[], None]) -> None:
         self.name = name
@@ -65,6 +60,14 @@ class WorkerProcess:
         self._mark = f"{_MARK}={uuid.uuid4().hex}"
 
     async def start(self, config: RewardsConfig, log: Path | None) -> None:
+        """Start the process; returns when it has loaded the reward. After an error it is gone.
+
+        Raises:
+            RewardFunctionError: the worker cannot use the reward function.
+            RoleDied: it ended while starting.
+            DeadlineExceeded: it was not ready after ``rewards.start_timeout`` seconds.
+            OSError: no process or descriptor could be made.
+        """
         ours, theirs = socket.socketpair()
         self._progress, descriptor = JudgingCounter.create()
         try:
@@ -98,7 +101,8 @@ class WorkerProcess:
 
     @property
     def progress(self) -> int:
-        """Progress counter: twice the items judged since the start, plus one while an item is being judged."""
+        """Progress counter: twice the items judged since the start, plus one while an item is being judged; 0 if no
+        worker runs."""
         return self._progress.count if self._progress is not None else 0
 
     @property
@@ -123,8 +127,8 @@ class WorkerProcess:
 
     @property
     def ended(self) -> bool:
-        """Whether the process has exited and was not yet reaped. A process that it forked may still hold its socket
-        open."""
+        """Whether the process has exited and was not yet reaped (by `end`). A process that it forked may still hold its
+        socket open, so that `on_lost` is not called."""
         process = self._process
         return process is not None and process.returncode is None and has_exited(process.pid)
 
@@ -152,8 +156,8 @@ class WorkerProcess:
                         send(pid, signal.SIGKILL)
 
     async def end(self) -> str:
-        """Kill the worker and everything that it started, and wait for its exit. Returns how it ended: ``signal 9``,
-        ``exit status 3``, or the reason given to `give_up`."""
+        """Kill the worker and everything that it started, and wait for its exit, at most 5 seconds. Returns how it
+        ended: ``signal 9``, ``exit status 3``, the reason given to `give_up`, or that it is still there."""
         self.kill()
         self._wire.close()
         self._ready.cancel()
@@ -211,8 +215,9 @@ class _LostWhileStarting(Exception):
 
 
 def _spawn(settings: WorkerSettings, log: Path | None, mark: str) -> subprocess.Popen[bytes]:
-    """Start the worker's process in its own session, so that Ctrl-C in the terminal reaches only the conductor. Its
-    output goes to `log`; None: it is dropped. `mark`: ``NAME=VALUE`` for its environment, to find its descendants."""
+    """Start the worker's process in its own session, so that Ctrl-C in the terminal reaches only the conductor; raises
+    OSError. Its output is appended to `log`; None: it is dropped. `mark`: ``NAME=VALUE`` for its environment, to find
+    its descendants."""
     arguments = [sys.executable, "-m", "stretto.rewards.service.worker", msgspec.json.encode(settings).decode()]
     output: IO[bytes] | int = subprocess.DEVNULL if log is None else log.open("ab")
     try:

@@ -32,6 +32,7 @@ class Call:
         self._missing = len(items)
 
     def settle(self, index: int, verdict: Verdict) -> None:
+        """Store the verdict of the item at `index`, unless it has one already."""
         if self.verdicts[index] is None:
             self.verdicts[index] = verdict
             self._missing -= 1
@@ -41,8 +42,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Items of one call, by index, that are sent to a worker together. `losses`: number of workers that died on it
-    before."""
+    """Items of one call, by their indices in `Call.items`, that are sent to a worker together. `losses`: number of
+    workers that died while they judged it."""
 
     call: Call
     indices: tuple[int, ...]
@@ -58,8 +59,8 @@ class Chunk:
 
 
 def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
-    """Cut a call into chunks of about 20 ms of work, and at most 64 items and 64 million characters. `seconds_per_item`
-    is an estimate; 0 if unknown."""
+    """Cut a call, which has items, into chunks of about 20 ms of work, and at most 64 items and 64 million characters;
+    a longer item has a chunk of its own. `seconds_per_item` is an estimate; 0 if unknown."""
     size = _CHUNK_ITEMS
     if seconds_per_item > 0:
         size = max(1, int(min(_CHUNK_ITEMS, _CHUNK_SECONDS / seconds_per_item)))
@@ -71,21 +72,21 @@ def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class Blame:
-    """Chunks to handle after the loss of a worker. `culprit`: the item in progress, alone in its chunk, None if it is
-    unknown. `innocent`: chunks to score again."""
+    """Chunks to handle after the loss of a worker. `culprit`: the item at which it was lost, alone in its chunk; None
+    if it is unknown. `innocent`: the other chunks without verdicts, to score again."""
 
     culprit: Chunk | None
     innocent: tuple[Chunk, ...] = field(default=())
 
 
 def blame(outstanding: Sequence[Chunk], judged: int, progress: int) -> Blame:
-    """Find the item in progress among the chunks that a lost worker had not replied to. If it is unknown, each item of
-    the oldest chunk is scored again in a chunk of its own.
+    """Find the item that a lost worker was judging, among the chunks that it had not replied to. If it is unknown, each
+    item of the oldest chunk is scored again in a chunk of its own. The culprit and these chunks count one more loss.
 
     Args:
         outstanding: these chunks, in the order in which they were sent.
         judged: number of items of earlier chunks, which the worker had replied to.
-        progress: the worker's counter (`wire.JudgingCounter`): odd while an item was being judged.
+        progress: the worker's counter (`wire.JudgingCounter.count`): odd while an item was being judged. 0: unknown.
     """
     at = progress // 2 - judged
     for position, chunk in enumerate(outstanding if progress % 2 and at >= 0 else ()):

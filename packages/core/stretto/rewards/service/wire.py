@@ -23,7 +23,8 @@ from stretto.processes.kernel import memory_file
 
 
 class Facts:
-    """Facts of the first worker, and facts of later workers (a restarted one, say) that differ from them.
+    """Facts of the first worker, and facts of later workers (a restarted one, say) that differ from them. `known`: all,
+    by name; those of later workers as "NAME of WORKER".
 
     >>> facts = Facts()
     >>> facts.hear("rewards-0", {"sandbox": "level A"}), facts.hear("rewards-1", {"sandbox": "level A"})
@@ -68,7 +69,7 @@ class ScoreItem(Record, frozen=True, array_like=True):
 
 
 class Row(Record, frozen=True):
-    """Data of a question that a reward may need beside its text and gold answer."""
+    """Data of a question that a reward may need beside its prompt and gold answer."""
 
     fields: str = ""  # the other fields of its row, as a JSON object
     source: str = ""  # the name of its source
@@ -95,8 +96,9 @@ class Worth(Record, frozen=True):
 
 
 class PartSettings(Record, frozen=True):
-    """One reward of the sum. `settings`: the reward's section of the recipe, as JSON. `place`: the recipe's key that
-    names the function. `name`: key of its metric; empty if it is the only reward."""
+    """One reward of the sum. `function`: its name, as in the recipe. `settings`: the reward's section of the recipe, as
+    JSON. `place`: the recipe's key that names the function, for messages. `name`: key of its metric; empty if it is the
+    only reward. `sources`: names of the sources whose completions it judges."""
 
     function: str
     settings: str
@@ -108,7 +110,8 @@ class PartSettings(Record, frozen=True):
 
 class WorkerSettings(Record, frozen=True):
     """A worker's settings, as JSON on its command line. `socket` and `progress` (the `JudgingCounter`) are inherited
-    descriptors. `parent`: id of the process to die with. `memory`: limit in bytes."""
+    descriptors. `parent`: id of the process to die with. `memory`: limit in bytes. `path`: folder that comes first in
+    the import path."""
 
     parts: tuple[PartSettings, ...]
     worth: Worth
@@ -116,11 +119,11 @@ class WorkerSettings(Record, frozen=True):
     progress: int
     parent: int
     memory: int
-    path: str | None = None  # first entry of the import path
+    path: str | None = None
 
 
 class Request(Record, frozen=True, array_like=True):
-    """Completions to judge; verdicts come back in order."""
+    """Message to a worker: completions to judge. `id` comes back with the `Verdicts`, which are in the same order."""
 
     id: int
     items: tuple[ScoreItem, ...]
@@ -141,8 +144,8 @@ class Refused(Record, frozen=True, tag=True):
 
 
 class Verdicts(Record, frozen=True, tag=True):
-    """Message: the verdicts of one request, in its order. `start`, `end`: of the work, in seconds of
-    `time.monotonic`."""
+    """Message: the verdicts of one request (`request`: its id), in its order. `start`, `end`: of the work, in seconds
+    of `time.monotonic`."""
 
     request: Count
     verdicts: tuple[Verdict, ...]

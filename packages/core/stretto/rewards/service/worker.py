@@ -70,8 +70,8 @@ class Worker:
                 self._socket.sendall(frame(reply))
 
     def _read(self) -> bytes:
-        """Next bytes from the pool, with a heartbeat each second of the wait. No deadline, because the socket closes
-        when the pool ends."""
+        """Wait for the next bytes from the pool, with a heartbeat each second; empty when the pool has closed the
+        socket, which also ends the wait, so there is no deadline."""
         self._progress.beat()
         while not select.select([self._socket], [], [], _BEAT_SECONDS)[0]:
             self._progress.beat()
@@ -105,7 +105,8 @@ class Worker:
 
 
 def _moved(descriptor: int) -> int:
-    """Move the socket to a random high descriptor, which child processes do not inherit; returns its number."""
+    """Move the socket to a random high descriptor, which child processes do not inherit; returns its number. Where the
+    limit of descriptors is lower, the old one is kept and returned."""
     try:
         moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, random.choice(_OUT_OF_REACH))
     except OSError:  # the limit of descriptors is lower
