@@ -472,6 +472,6 @@ class EngineHandle:
         return spans
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
-        """Sum of a counter over all processes of this engine, as of the last poll. `counter`: picks it from a health
-        reply."""
+        """Sum of a counter over all processes of this engine, as of the last poll; 0 before the first. `counter`:
+        returns it from a health reply."""
         return sum(counter(health) for health in (self.health, *self._earlier) if health is not None)

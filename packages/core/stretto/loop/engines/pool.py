@@ -61,6 +61,8 @@ class EnginePool:
         """Create the pool of the run's own engines; `start` starts their processes.
 
         Args:
+            specs: one for each engine.
+            logs: folder for the logs of their processes.
             role: module that an engine's process runs.
             load_interval: least seconds between two loads of new weights (`engine.load_interval`).
             router: chooses the engine for a request; default: the least loaded.
@@ -100,7 +102,7 @@ class EnginePool:
         return [name for name, engine in self._engines.items() if not engine.leaving]
 
     def has(self, name: str) -> bool:
-        """Whether this engine is in the pool, started or not."""
+        """Whether the engine with this name is in the pool, started or not."""
         return name in self._engines
 
     @property
@@ -110,7 +112,8 @@ class EnginePool:
         return min(self._versions, default=-1)
 
     def changed(self, engine: EngineHandle) -> None:
-        """To be called when the state or the version of an engine has changed."""
+        """Take note of a changed state or version of `engine`, for requests, `live` and the roster. Every handle of the
+        pool calls this."""
         if (up := engine.takes) != self._router.gives(engine.name):
             (self._router.join if up else self._router.leave)(engine.name)
         self._count(engine.name, engine.version if engine.counts else None)
@@ -127,8 +130,8 @@ class EnginePool:
             engine.end_for(doubt, final)
 
     def _count(self, name: str, version: int | None) -> None:
-        """Count an engine for `live` under its version; None: count it no longer. Must not loop over all engines: with
-        hundreds of engines, each calls this for each version."""
+        """Count the engine `name` for `live` under `version`; None: count it no longer. Must not loop over all engines:
+        with hundreds of engines, each calls this for each version."""
         if (before := self._counted.pop(name, None)) is not None:
             self._versions[before] -= 1
             if not self._versions[before]:
@@ -140,12 +143,13 @@ class EnginePool:
     # ── start, joins, ends ───────────────────────────────────────────────────────────────────────
 
     async def start(self, version: int) -> None:
-        """Start the run's own engines; returns when each serves `version` or a later publication. Guests may have
-        joined before.
+        """Publish `version`, and start the run's own engines; returns when each serves it or a later publication.
+        Guests may have joined before. An engine that is killed meanwhile is replaced.
 
         Raises:
             RoleDied: an engine ended by itself, or was killed more often than `deadlines.engine_restarts`.
             RoleFailed: an engine ended because of a user's mistake.
+            UnprovenWeights, WireError, DeadlineExceeded: as `EngineHandle.start`.
         """
         self.publish(version)
         await gather_or_cancel(*(self._start(engine) for name, engine in self._engines.items() if name in self._own))
@@ -172,8 +176,8 @@ class EnginePool:
                 await self._free.wait()
 
     def join(self, engine: EngineHandle) -> None:
-        """Add a guest engine. Background tasks start it, keep it at the newest version, and replace its process when it
-        dies, until it leaves."""
+        """Add a guest engine, and return at once. Background tasks start it, keep it at the newest version, and replace
+        its process when it dies, until it leaves; they run within `supervise` and `keep_loaded`."""
         engine.published = self.published
         self._engines[engine.name] = engine
         self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))
@@ -186,8 +190,8 @@ class EnginePool:
         await engine.supervise(self.say)
 
     async def _guarded(self, engine: EngineHandle, work: Coroutine[Any, Any, None]) -> None:
-        """Await `work` for an engine. If it fails, a guest leaves the pool; for one of the run's own engines the error
-        is raised."""
+        """Await `work` for an engine. If it fails (RoleError, WireError), a guest leaves the pool, and this returns;
+        for one of the run's own engines the error is raised."""
         try:
             await work
         except (RoleError, WireError) as loss:
@@ -197,7 +201,8 @@ class EnginePool:
 
     async def drain(self, names: Sequence[str], why: str) -> None:
         """Remove the engines `names` from the run: they get no more requests, the tokens in flight are journaled, and
-        other engines continue the completions. Returns when the engines have ended. `why`: the reason, for the log."""
+        other engines continue the completions. Returns when the engines have ended. `why`: the reason, for the log.
+        Names that are not in the pool are ignored."""
         engines = [self._engines[name] for name in names if name in self._engines]  # the rest have left already
         for engine in engines:
             engine.begin_leaving()
@@ -210,9 +215,9 @@ class EnginePool:
         await self.leave(engine.name, why)
 
     async def leave(self, name: str, why: str) -> None:
-        """Remove an engine that is gone, and end its process, which is killed after a second. Other engines continue
-        its completions from the last journaled token. `why`: the reason, for the log. Does nothing if the engine is not
-        in the pool."""
+        """Remove the engine `name`, which is gone, and end its process, which is killed after a second. Other engines
+        continue its completions from the last journaled token. `why`: the reason, for the log. Does nothing if the
+        engine is not in the pool, or the pool was stopped."""
         if self._stopped or (engine := self._engines.pop(name, None)) is None:
             return
         self._left[name] = engine
@@ -223,11 +228,13 @@ class EnginePool:
         await engine.stop(_LEAVE_SECONDS)
 
     async def supervise(self) -> NoReturn:
-        """Replace engines that die, until an error ends the run.
+        """Replace engines that die, guests too, until an error ends the run or this is cancelled. The errors are those
+        of the run's own engines; a guest that fails leaves.
 
         Raises:
-            RoleDied: one of the run's own engines (no guest) used up its restart budget (`deadlines.engine_restarts`).
+            RoleDied: an engine used up its restart budget (`deadlines.engine_restarts`).
             UnprovenWeights: an engine failed the proof of its weights again after it was replaced.
+            WireError: the newest version is damaged, or not of the engine's model.
         """
         for name in self._engines.keys() - self._supervised.names:
             self._supervised.add(name, self._engines[name].supervise(self.say))
@@ -245,10 +252,10 @@ class EnginePool:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def generate(self, *requests: GenerateRequest, least: int = 0) -> AsyncIterator[Completion]:
-        """Send the requests to the least-loaded engine and yield their completions as they end.
+        """Wait for an engine, send the requests to the least-loaded one and yield their completions as they end.
 
-        The requests start in the same step of that engine. It first loads version `least`, or the version of the newest
-        prefix token, if it serves an older one.
+        The requests start in the same step of that engine. If it serves an older version than `least`, or than the one
+        that sampled the newest prefix token, it is waited for until it has loaded that.
 
         Raises:
             EngineLost: the engine broke off; it is suspected from then on, unless it was asked to abort the requests.
@@ -256,7 +263,7 @@ class EnginePool:
             EngineLeft: the engine has left the run.
             RefusedRequest: the engine refused the requests.
             DeadlineExceeded: no engine became free within `deadlines.answer`, or none was up for twice
-                `deadlines.start` (for `patience`, if that is longer).
+                `deadlines.start` (for `patience`, if that is longer); or no completion ended within `answer`.
         """
         completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
         prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}
@@ -292,13 +299,8 @@ class EnginePool:
             self._free.set()
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """Compute the log-probabilities of the tokens of each text on the least-loaded engine.
-
-        Args:
-            texts: token ids of each text.
-
-        Returns:
-            For each text, one number per token but the first.
+        """Compute the log-probabilities of the tokens of `texts` (token ids of each) on the least-loaded engine.
+        Returns for each text one number per token but the first.
 
         Raises:
             EngineLost: the engine does not reply.
@@ -323,7 +325,8 @@ class EnginePool:
 
     @property
     def absence(self) -> str:
-        """Words for a message while no engine takes requests, with the reason why the last one left; else ""."""
+        """Words to append to a message while no engine takes requests ("; no engine serves", and why the last one
+        left); "" while one does."""
         if self._router.up:
             return ""
         last = next(reversed(self._left.values()), None)
@@ -336,13 +339,11 @@ class EnginePool:
 
     async def give_up(self, spared: Callable[[str], bool]) -> None:
         """Abort the open requests of all engines. `spared`: takes a request id; True: the request is left alone.
-
-        Returns when the aborted requests have ended. Engines that do not reply within a second are skipped.
-        """
+        Returns when the others have ended. Engines that do not reply within a second are skipped."""
         await gather_or_cancel(*(engine.give_up(spared) for engine in self._engines.values()))
 
     def break_off(self) -> None:
-        """End every open request with EngineLost at once."""
+        """End every open request with EngineLost at once, without asking the engines."""
         for engine in self._engines.values():
             engine.client.break_off()
 
@@ -351,7 +352,8 @@ class EnginePool:
 
         Args:
             known: number of tokens already known of each member, by request id; other requests are left out.
-            patience: seconds to wait for an engine (None: `deadlines.answer`); slower ones are skipped.
+            patience: seconds to wait for an engine (None: `deadlines.answer`); engines that are slower, or lost, are
+                left out.
         """
         engines = list(self._engines.values())
         found = await asyncio.gather(*(engine.partials(known, patience) for engine in engines))
@@ -364,14 +366,16 @@ class EnginePool:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """Note that `version` is the newest in the mailbox now: every engine loads it as soon as it can."""
+        """Note that `version` is the newest in the mailbox now, and announce it: every engine loads it as soon as it
+        can, while `keep_loaded` runs."""
         self.published = self.roster.step = version
         self.announce(version)
         for engine in self._engines.values():
             engine.publish(version)
 
     async def keep_loaded(self) -> NoReturn:
-        """Make every engine load each newly published version; runs until it is cancelled or fails."""
+        """Make every engine load each newly published version; runs until it is cancelled, or fails as
+        `EngineHandle.keep_loaded` of one of the run's own engines."""
         self._loads = True
         try:
             for name, engine in self._engines.items():
@@ -383,8 +387,8 @@ class EnginePool:
 
     async def reach(self, version: int) -> None:
         """Make every engine load `version`, and return when all serve it or a newer one. Guests that still join are not
-        waited for, and a guest that fails leaves the run. Raises DeadlineExceeded if one of the run's own engines shows
-        no sign of life for `deadlines.start` seconds."""
+        waited for, and a guest that fails leaves the run. Raises the errors of `EngineHandle.reach` for the run's own
+        engines."""
         for engine in self._engines.values():
             engine.published = max(engine.published, version)
         # A guest that is still joining loads the newest version before it gets requests.
@@ -412,7 +416,7 @@ class EnginePool:
 
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
         """Sum of a counter over all engines and their earlier processes, including engines that have left, as of the
-        last poll. `counter`: picks it from a health reply."""
+        last poll. `counter`: returns it from a health reply."""
         return sum(engine.counted(counter) for engine in self._all)
 
     def pressure(self) -> Pressure | None:
@@ -423,13 +427,14 @@ class EnginePool:
         return Pressure(max(told), round(self._preempted - before), len(told)) if told else None
 
     def busy(self) -> dict[str, float]:
-        """Busy seconds by engine, including its earlier processes."""
+        """Busy seconds by engine, including its earlier processes and engines that have left, as of the last poll."""
         return {engine.name: engine.counted(lambda health: health.busy_seconds) for engine in self._all}
 
     def generated(self) -> dict[str, int]:
-        """Generated tokens by engine, including its earlier processes, as of the last poll."""
+        """Generated tokens by engine, including its earlier processes and engines that have left, as of the last
+        poll."""
         return {engine.name: round(engine.counted(lambda health: health.generated)) for engine in self._all}
 
     def resident(self) -> dict[str, int]:
-        """Resident memory in bytes by engine that is up, as of the last poll."""
+        """Resident memory in bytes by engine of the pool that has replied, as of the last poll."""
         return {name: one.health.resident for name, one in self._engines.items() if one.health is not None}
