@@ -176,8 +176,8 @@ class EnginePool:
                 await self._free.wait()
 
     def join(self, engine: EngineHandle) -> None:
-        """Add a guest engine, and return at once. Background tasks start it, keep it at the newest version, and replace
-        its process when it dies, until it leaves; they run within `supervise` and `keep_loaded`."""
+        """Add a guest engine, and return at once. Background tasks start it, keep it at the newest version while
+        `keep_loaded` runs, and replace its process when it dies, until it leaves."""
         engine.published = self.published
         self._engines[engine.name] = engine
         self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))

@@ -242,7 +242,8 @@ class Proving:
             ranges[:2] = [(ranges[0][0], max(ranges[0][1], ranges[1][1]))]
 
     def shares(self) -> dict[str, float]:
-        """Newest measured distance of each engine from the trainer, as a share of its tolerance (above 1: refused)."""
+        """Newest measured distance of each engine from the trainer, by name, as a share of its tolerance (above 1:
+        refused)."""
         return {name: one.distance / one.tolerance for name, one in self._newest.items() if one.tolerance}
 
     @property

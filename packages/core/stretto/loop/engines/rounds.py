@@ -144,7 +144,7 @@ class Rounds:
         return self._portions[request.id].generate(request)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
-        """Return nothing: tokens in flight are not kept, since an interrupted round starts again as a whole."""
+        """Return an empty dict: tokens in flight are not kept, since an interrupted round starts again as a whole."""
         return {}
 
     def _begin(self, id: str) -> None:

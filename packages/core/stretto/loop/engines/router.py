@@ -35,11 +35,11 @@ class Router:
         return frozenset(self._up)
 
     def gives(self, engine: str) -> bool:
-        """Whether this engine gets groups."""
+        """Whether this engine takes groups."""
         return engine in self._up
 
     def load(self, engine: str) -> int:
-        """Number of completions in flight on this engine."""
+        """Number of completions in flight on this engine; 0 if it is unknown."""
         return self._load.get(engine, 0)
 
     def start(self, completions: int) -> str | None:

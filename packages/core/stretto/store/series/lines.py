@@ -104,8 +104,8 @@ def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[L
 
 
 def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[Line], bool]) -> None:
-    """Rewrite the file with only the records for which `keep` returns True (it is called twice for each record). A file
-    that has no others stays as it is; one that does not exist is not created.
+    """Rewrite the file with only the records for which `keep` returns True (it may be called twice for a record). A
+    file that has no others stays as it is; one that does not exist is not created.
 
     Unreadable lines are dropped, with a warning. A file that cannot be written stays as it is, with a warning. One line
     is in memory at a time: a long run has hundreds of thousands.
