@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import CheckpointLost, StoreError
 from stretto.core.records import Update
-from stretto.core.tasks import cancel_and_wait
+from stretto.core.tasks import cancel_and_wait, first_of
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller
@@ -113,28 +114,24 @@ class Checkpointing:
         if self.saved_step and not self._folder.checkpoints.is_dir():
             raise StoreError(f"{self._folder.checkpoints}: no longer exists")
         self._ledger.sync()
-        self._started_step, copied = step, asyncio.Event()
+        self._started_step, copied = step, asyncio.get_running_loop().create_future()
         self._saving = asyncio.create_task(self._save(step, copied))
-        waiting = asyncio.create_task(copied.wait())
-        try:
-            await asyncio.wait([self._saving, waiting], return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            waiting.cancel()
+        await first_of(self._saving, copied)
         if self._saving.done():
             self._saving.result()
 
-    async def _save(self, step: int, copied: asyncio.Event) -> None:
-        """Write, seal and fsync a checkpoint; `copied` is set when the trainer has copied its state. Then the ledger
+    async def _save(self, step: int, copied: asyncio.Future[None]) -> None:
+        """Write, seal and fsync a checkpoint; `copied` is done when the trainer has copied its state. Then the ledger
         deletes what no resume needs any more (`Ledger.forget`).
 
         If the trainer dies meanwhile, returns without a checkpoint, and `after` tries again at the next step. After
         more than `deadlines.trainer_restarts` such attempts in a row, raises CheckpointLost.
         """
-        loop = asyncio.get_running_loop()
+        loop, on_copied = asyncio.get_running_loop(), partial(copied.set_result, None)
 
         def write(folder: Path) -> None:
             # No timeout here: save_checkpoint has deadlines of its own.
-            asyncio.run_coroutine_threadsafe(self._trainer.save_checkpoint(folder, copied.set), loop).result()
+            asyncio.run_coroutine_threadsafe(self._trainer.save_checkpoint(folder, on_copied), loop).result()
 
         # One `deadlines.save` for the copy, one for the trainer's writing, one for checksums and fsync.
         async with deadline("conductor", f"the checkpoint of step {step} to be on disk", 3 * self._deadlines.save):

@@ -234,22 +234,18 @@ class Conductor:
         """Wait for the next batch (`deadlines.batch`: else DeadlineExceeded); None if a stop is requested first."""
         version = self.controller.published
         async with deadline("trainer", f"a batch at version {version}", self.deadlines.batch, self._queues):
-            return await self._batch_unless_stopping()
+            while not self.stopping:
+                if (batch := self.controller.take()) is not None:
+                    return batch
+                self._admit()  # `take` may have let groups expire, which leaves room
+                self._finished.clear()
+                await self._finished.wait()
+        return None
 
     def _queues(self) -> str:
         queues = self.controller
         counts = f": {queues.in_flight} groups in flight, {queues.buffered} buffered, {queues.filtered} filtered"
         return counts + self.engines.absence
-
-    async def _batch_unless_stopping(self) -> Batch | None:
-        while not self.stopping:
-            batch = self.controller.take()
-            if batch is not None:
-                return batch
-            self._admit()  # `take` may have let groups expire, which leaves room
-            self._finished.clear()
-            await self._finished.wait()
-        return None
 
     def _expire_overdue(self) -> None:
         for ticket in self.controller.overdue():

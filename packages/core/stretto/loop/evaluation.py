@@ -307,20 +307,12 @@ class Evaluator:
     def _id(self, prompt: Prompt) -> str:
         return f"{_PREFIX}{self.name}.{prompt.id}"
 
-    def _request(self, prompt: Prompt) -> GenerateRequest:
-        return GenerateRequest(
-            id=self._id(prompt),
-            prompt_token_ids=prompt.token_ids,
-            seeds=self._seeds(prompt),
-            sampling=self.sampling,
-        )
-
     async def _completions(self, prompts: Sequence[Prompt]) -> dict[str, list[Completion]]:
         """Sample the completions of these prompts; returns them by prompt id, in the order of their seeds. If the
         engine is lost, all of these prompts are sampled again together, so that the batches stay the same. Raises
         EngineLost at the fourth loss (`attempts`)."""
         found: dict[tuple[str, int], Completion] = {}
-        requests = [self._request(prompt) for prompt in prompts]
+        requests = [GenerateRequest(self._id(one), one.token_ids, self._seeds(one), self.sampling) for one in prompts]
         for attempt in attempts():
             with attempt:
                 async for completion in self.generate(*requests):

@@ -252,13 +252,8 @@ class TrainerLink:
             raise CheckpointLost(folder.name, str(death)) from None
 
     async def save_policy(self, folder: Path) -> None:
-        """Write the policy to `folder` as a Hugging Face model; returns when it is written.
-
-        Raises:
-            RoleDied: the trainer died more often than `deadlines.trainer_restarts` allows, or is not replaced.
-            RoleFailed: the trainer reports that it cannot continue.
-            DeadlineExceeded: the writing took longer than `deadlines.save`.
-        """
+        """Write the policy to `folder` as a Hugging Face model; returns when it is written. Raises as `train`, but the
+        deadline is `deadlines.save`."""
         async with self._order():
             order, awaited = SavePolicy(folder=str(folder)), f"to write policy {folder.name}"
             saved = await self._until_done(order, PolicySaved, awaited, self._deadlines.save)

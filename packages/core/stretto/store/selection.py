@@ -183,16 +183,12 @@ class SelectionWatch:
         self._journal, self._clock, self._say = journal, clock, say
         self._known = known or SelectionBias()
         self._open = list(self._known.open)
-        self._sampled: Callable[[str], int] = lambda group_id: 0
+        #: Returns the number of tokens sampled so far for the group with an id, which is about to expire in flight.
+        self.sampled: Callable[[str], int] = lambda group_id: 0
         # By group: time of its admission (None: before a resume), and number of its members that have not ended.
         self._in_flight: dict[str, tuple[float | None, int]] = {}
         self._finished: dict[str, EndedGroup] = {}  # judged groups, not yet known to be lost
         self._told: set[str] = set()
-
-    def ask(self, sampled: Callable[[str], int]) -> None:
-        """Set the function that returns the number of tokens sampled so far for the group with an id; 0 if unknown. It
-        is called when a group expires in flight."""
-        self._sampled = sampled
 
     @property
     def known(self) -> SelectionBias:
@@ -243,7 +239,7 @@ class SelectionWatch:
             self._ended(msgspec.structs.replace(ended, lost=True))
         elif (found := self._in_flight.pop(group, None)) is not None:
             since, members = found
-            length = self._sampled(group) / members or None
+            length = self.sampled(group) / members or None
             self._ended(EndedGroup(True, length, None, self._since(since)))
 
     def _since(self, moment: float | None) -> float | None:

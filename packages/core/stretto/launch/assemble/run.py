@@ -285,7 +285,7 @@ async def _train(
         if roles.workflows is None
         else _conversations(context, roles, roles.workflows, unfinished)
     )
-    selection.ask(in_flight.sampled)
+    selection.sampled = in_flight.sampled
     roles.engines.keep = lambda: in_flight.keep(_DRAIN_SECONDS)
     conductor = Conductor(
         controller=controller,

@@ -73,7 +73,7 @@ class EnginePool:
             proving: checks the weights that engines load; None: they are not checked.
         """
         self.proving = proving or Proving()
-        self.proving.replace_with(self._distrust)
+        self.proving.distrust = self._distrust
         begin = partial(EngineHandle.on_this_machine, proving=self.proving, load_interval=load_interval)
         self._engines = {spec.name: begin(spec, logs, deadlines, role, spawner, self.changed) for spec in specs}
         self._own = frozenset(self._engines)

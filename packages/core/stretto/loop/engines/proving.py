@@ -85,7 +85,8 @@ class Proving:
     """Checks the engines of a run by canaries and by their sampled tokens; keeps the results and the tolerances. One
     instance serves all engines of a pool.
 
-    Nothing is checked before `expect` is called: without a trainer there are no canaries.
+    Nothing is checked before `expect` is called: without a trainer there are no canaries. `distrust`: ends an engine
+    whose sampled tokens disagree with recomputed ones.
     """
 
     def __init__(self) -> None:
@@ -104,15 +105,11 @@ class Proving:
         self._apart: set[tuple[str, str]] = set()  # (engine, judge) pairs over the limit at the last judgement
         self._replaced: set[tuple[str, str]] = set()  # pairs whose engine was replaced for it, not passed since
         self._say: Callable[[str], None] = lambda text: None
-        self._distrust: Distrust = lambda doubt, final: None
+        self.distrust: Distrust = lambda doubt, final: None
 
     def expect(self, say: Callable[[str], None]) -> None:
         """Require a proof of every version from now on; `say` gets a log line for each failure."""
         self._expected, self._say = True, say
-
-    def replace_with(self, distrust: Distrust) -> None:
-        """Set the function that ends an engine whose sampled tokens disagree with recomputed ones (`Distrust`)."""
-        self._distrust = distrust
 
     def published(self, canary: Canary | None) -> None:
         """Keep the canary of a version that the trainer has published (None: do nothing); the newest four are kept."""
@@ -132,8 +129,8 @@ class Proving:
         """Judge engines by the log-probabilities of their sampled tokens, compared with recomputed ones.
 
         Comparisons are summed until an engine has 32 tokens and a proof. An engine over the limit for the first time is
-        logged; twice in a row, it is replaced: the function set by `replace_with` is called. If its replacement fails
-        in the same way, that call says that it must not be replaced again.
+        logged; twice in a row, it is replaced: `distrust` is called. If its replacement fails in the same way, that
+        call says that it must not be replaced again.
 
         Args:
             agreement: one `Agreement` per engine.
@@ -163,7 +160,7 @@ class Proving:
             self._apart.discard(case)
             final = case in self._replaced
             self._replaced.add(case)
-            self._distrust(UnprovenWeights(engine, told, 1), final)
+            self.distrust(UnprovenWeights(engine, told, 1), final)
 
     def _to_compute_again(self, engine: str) -> int:
         """Number of its own sampled tokens that an engine is asked to recompute at its next load; 0: it is judged often

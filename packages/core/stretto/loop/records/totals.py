@@ -36,8 +36,8 @@ Count = TypeVar("Count", int, float)
 
 
 def carried_over(totals: Totals, kept: int) -> Totals:
-    """Return the totals with which a resumed run begins: those of the earlier processes, with what was in flight and is
-    not in the ledger as stopped. All earlier work counts, including that of steps which are repeated.
+    """Return the totals with which a resumed run begins: `totals`, but all tokens that are not in the ledger count as
+    stopped, and the final accuracy is not yet known. All earlier work counts, including that of repeated steps.
 
     Args:
         totals: the last totals of the earlier processes.
@@ -70,7 +70,8 @@ class RunClock:
         self._earlier = earlier
         self._since = since
         self._rl_since: float | None = None
-        self._rl_seconds = earlier.rl_seconds
+        #: From the first admitted prompt to the last update, summed over the processes of the run.
+        self.rl_seconds = earlier.rl_seconds
         self.starting_seconds = earlier.starting_seconds  #: until the first prompt was admitted
 
     def rl_begins(self) -> None:
@@ -82,12 +83,7 @@ class RunClock:
         """Advance the RL seconds to now: a training step has finished. Does nothing before the first prompt was
         admitted."""
         if self._rl_since is not None:
-            self._rl_seconds = self._earlier.rl_seconds + time.monotonic() - self._rl_since
-
-    @property
-    def rl_seconds(self) -> float:
-        """Seconds from the first admitted prompt to the last update, summed over the processes of the run."""
-        return self._rl_seconds
+            self.rl_seconds = self._earlier.rl_seconds + time.monotonic() - self._rl_since
 
     @property
     def wall_seconds(self) -> float:

@@ -164,7 +164,7 @@ def verdict_of(value: object, worth: Worth) -> Verdict:
     is the reward itself, and right if it is above `worth.threshold`. Any other value, and a number that is not finite
     or beyond ±1e6, is undecided."""
     if isinstance(value, bool):
-        return worth.verdict_right if value else worth.verdict_wrong
+        return Verdict(Outcome.RIGHT, worth.right) if value else Verdict(Outcome.WRONG, worth.wrong)
     if not isinstance(value, int | float):
         return undecided(f"the reward returned {type(value).__name__}, not a number or a bool")
     if why := why_no_reward(value):

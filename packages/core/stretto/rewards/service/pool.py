@@ -108,7 +108,7 @@ class RewardPool:
 
         Raises:
             RewardFunctionError: the reward cannot be used; the message says why.
-            RoleDied: a worker ended while starting, three times.
+            RoleDied: a worker ended while starting, three times, or could not be started.
             DeadlineExceeded: a worker was not ready after ``rewards.start_timeout`` seconds.
         """
         self._spawn(self._watch())
@@ -120,7 +120,7 @@ class RewardPool:
 
     async def score(self, items: Sequence[ScoreItem]) -> list[Verdict]:
         """Judge completions; returns one verdict per item, in order; [] for no items. Several calls may wait at the
-        same time. A completion at which a worker hangs or dies gets an undecided verdict, not an error.
+        same time. A completion at which a worker hangs, or two of them die, gets an undecided verdict, not an error.
 
         Raises:
             RewardFunctionError: ``max_consecutive_undecided`` verdicts in a row were undecided, or a new worker cannot
@@ -182,7 +182,7 @@ class RewardPool:
     async def _start_once(self, slot: _Slot) -> None:
         give_up = time.monotonic() + _ROOM_SECONDS
         while True:
-            slot.begin(WorkerProcess(slot.name, lambda reply: self._replied(slot, reply), lambda: self._lost(slot)))
+            slot.begin(WorkerProcess(slot.name, lambda reply: self._replied(slot, reply), lambda: self._renew(slot)))
             assert slot.process is not None
             try:
                 await slot.process.start(self._config, self._log)
@@ -222,7 +222,8 @@ class RewardPool:
             if self._log is not None:
                 cut_log(self._log)
 
-    def _lost(self, slot: _Slot) -> None:
+    def _renew(self, slot: _Slot) -> None:
+        """Replace the worker of the slot, in the background, if it was ready, and the pool has not failed."""
         if slot.ready and self._failure is None:
             slot.ready = False
             self._spawn(self._replace(slot))
@@ -256,11 +257,6 @@ class RewardPool:
         timeout = f"{self._config.seconds_per_completion:g} s"
         by_the_clock = f"{self._clock_seconds:g} s, with less than {timeout} of processor time"
         return f"{TIMED_OUT} {by_the_clock if waited else timeout}"
-
-    async def _recycle(self, slot: _Slot) -> None:
-        assert slot.process is not None
-        await slot.process.end()
-        await self._start(slot)
 
     # Chunks: send, receive verdicts, send again after a loss.
 
@@ -307,9 +303,8 @@ class RewardPool:
         self.busy_seconds += seconds
         self._seconds_per_item += 0.1 * (seconds / len(reply.verdicts) - self._seconds_per_item)
         self._note(Span(role=slot.name, name="score", start=reply.start, end=reply.end))
-        if self._is_worn(slot) and not slot.outstanding and self._failure is None:
-            slot.ready = False
-            self._spawn(self._recycle(slot))
+        if self._is_worn(slot) and not slot.outstanding:
+            self._renew(slot)
         self._dispatch()
 
     def _score_again(self, lost: Sequence[Chunk], how: str) -> None:

@@ -92,7 +92,7 @@ class WorkerProcess:
         try:
             async with deadline("rewards", f"{self.name} to import {config.title}", config.start_timeout):
                 await self._ready
-        except _LostWhileStarting:
+        except EOFError:
             how = await self.end()
             raise RoleDied(self.name, f"ended while starting: {how}", str(log or "")) from None
         except BaseException:
@@ -197,7 +197,7 @@ class WorkerProcess:
 
     def _lost(self) -> None:
         if not self._ready.done():
-            self._ready.set_exception(_LostWhileStarting())
+            self._ready.set_exception(EOFError())
         elif not self._ready.cancelled() and self._ready.exception() is None:
             self._on_lost()
 
@@ -208,10 +208,6 @@ def _parts(config: RewardsConfig) -> Iterator[PartSettings]:
         place = f"rewards.functions.{number}.function" if named else PLACE
         name = part.title if named else ""
         yield PartSettings(part.function, settings, place, name, part.weight, part.sources)
-
-
-class _LostWhileStarting(Exception):
-    pass
 
 
 def _spawn(settings: WorkerSettings, log: Path | None, mark: str) -> subprocess.Popen[bytes]:

@@ -59,8 +59,8 @@ class Chunk:
 
 
 def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
-    """Cut a call, which has items, into chunks of about 20 ms of work, and at most 64 items and 64 million characters;
-    a longer item has a chunk of its own. `seconds_per_item` is an estimate; 0 if unknown."""
+    """Cut a call, which has items, into chunks of about 20 ms of work, at most 64 items and 64 million characters, but
+    at least one item. `seconds_per_item` is an estimate; 0 if unknown."""
     size = _CHUNK_ITEMS
     if seconds_per_item > 0:
         size = max(1, int(min(_CHUNK_ITEMS, _CHUNK_SECONDS / seconds_per_item)))

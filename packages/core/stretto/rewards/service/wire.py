@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 
 from stretto.core.frames import Count, Moment
-from stretto.core.records import Outcome, Record, Verdict
+from stretto.core.records import Record, Verdict
 from stretto.processes.kernel import memory_file
 
 
@@ -85,14 +85,6 @@ class Worth(Record, frozen=True):
     @property
     def threshold(self) -> float:
         return 0.5 * (self.right + self.wrong)
-
-    @property
-    def verdict_right(self) -> Verdict:
-        return Verdict(outcome=Outcome.RIGHT, reward=self.right)
-
-    @property
-    def verdict_wrong(self) -> Verdict:
-        return Verdict(outcome=Outcome.WRONG, reward=self.wrong)
 
 
 class PartSettings(Record, frozen=True):
