@@ -155,8 +155,8 @@ class Checkpoints:
 
     def continue_at(self, version: int) -> None:
         """Prepare to save checkpoints from `version` on: newer checkpoints, which must be broken, are renamed
-        (`set_aside_after`). Beside them a new one would be pruned as the oldest. The caller holds the run folder's
-        lock.
+        (`set_aside_after`). Beside them a new one would be pruned as the oldest. The caller holds the lock, as for
+        `take_back`.
 
         Raises:
             RunFolderError: a newer checkpoint is complete; nothing is renamed.
@@ -173,8 +173,8 @@ class Checkpoints:
 
     def take_back(self, *, locked: bool) -> None:
         """Restore the names of checkpoints that a killed process had moved aside for a successor and not replaced, and
-        remove its temporary files (`sweep`). `locked`: the caller holds the run folder's lock. Otherwise nothing
-        changes while another process holds it."""
+        remove its temporary files (`sweep`). `locked`: the caller holds the lock of the run folder, or of the folder of
+        the checkpoints itself. Otherwise nothing changes while another process holds either."""
         if locked:
             sweep([self._folder])
         elif any(self._folder.glob(".step-*.old")) and not lock.is_held(self._folder.parent):

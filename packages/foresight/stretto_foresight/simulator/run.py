@@ -138,7 +138,7 @@ class SimulatedRun:
         self.selection = SelectionWatch(
             self.accounts, self.clock.now, say=lambda said: self.report.warnings.append(said)
         )
-        self.selection.ask(lambda group_id: self._aborted.pop(group_id, 0))
+        self.selection.sampled = lambda group_id: self._aborted.pop(group_id, 0)
         self.spans: list[Span] = []  # spans of the trainer and of the first engine
         self._aborted: dict[str, int] = {}  # sampled tokens of groups that are about to expire in flight
         self.controller = Controller(config, prompts, self.selection, seed, pacing=pacing)
