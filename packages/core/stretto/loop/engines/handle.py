@@ -164,21 +164,21 @@ class EngineHandle:
 
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
-    async def start(self, publication: float = 0.0) -> None:
+    async def start(self, publication_seconds: float = 0.0) -> None:
         """Start the engine's process; returns when it serves the newest published version. After an error the process
         may still run.
 
-        `publication`: seconds to wait for the first publication, in addition to `deadlines.start`.
+        `publication_seconds`: how long to wait for the first publication, in addition to `deadlines.start`.
 
         Raises:
             RoleDied: the process ended, by itself or because its weights were not proven.
             UnprovenWeights: its weights were not proven, nor were those of the process before it.
             WireError: the newest version is damaged, or not of this model.
-            DeadlineExceeded: the engine made no progress for `deadlines.start` plus `publication` seconds.
+            DeadlineExceeded: the engine made no progress for `deadlines.start` plus `publication_seconds`.
         """
         self._becomes(EngineState.STARTING, None)
         await self.process.start(self.spec, self.spec.threads)
-        seconds, moved = self.deadlines.start + publication, self.client.moved
+        seconds, moved = self.deadlines.start + publication_seconds, self.client.moved
         async with standstill("conductor", f"{self.name} to be ready", seconds, moved):
             version = await self._newest()
         self._becomes(EngineState.UP, version)
@@ -205,12 +205,12 @@ class EngineHandle:
                 await asyncio.get_running_loop().create_future()  # until the pool drops this engine
             await self.replace(how, say)
 
-    async def replace(self, how: str, say: Callable[[str], None], publication: float = 0.0) -> None:
+    async def replace(self, how: str, say: Callable[[str], None], publication_seconds: float = 0.0) -> None:
         """Start a new process after the engine's process has ended; returns when it serves the newest version. Does
         nothing if the engine is leaving.
 
-        `how`: how the process ended, for the log. `say`: gets a log line for each start. `publication`: seconds to wait
-        for the first publication, in addition to `deadlines.start`.
+        `how`: how the process ended, for the log. `say`: gets a log line for each start. `publication_seconds`: as for
+        `start`.
 
         Raises:
             RoleDied: the process died more often than `deadlines.engine_restarts` allows.
@@ -222,7 +222,7 @@ class EngineHandle:
             if self.leaving:
                 return
             try:
-                await self.start(publication)
+                await self.start(publication_seconds)
             except RoleDied as death:
                 self._mark_dead(death.how)
                 raise

@@ -79,23 +79,23 @@ class _Portion:
             for queue in self._queues.values():
                 queue.put_nowait(error)
 
-    async def _divided(self, requests: Sequence[GenerateRequest], had: set[tuple[str, int]]) -> None:
-        """Send requests together, and put their completions into the groups' queues, but those of `had`: (group id,
-        member) of completions that came earlier, to which these are added. An engine that refuses one of them refuses
-        all: each half of those that are left is sent again, one after the other, until a refused one is alone, whose
-        queue gets the error. Which one that is depends on the questions and the weights alone, and so does what runs
+    async def _divided(self, requests: Sequence[GenerateRequest], delivered: set[tuple[str, int]]) -> None:
+        """Send requests together, and put their completions into the groups' queues, but those that came earlier:
+        `delivered`, as (group id, member), to which these are added. An engine that refuses one of them refuses all:
+        each half of those that are left is sent again, one after the other, until a refused one is alone, whose queue
+        gets the error. Which one that is depends on the questions and the weights alone, and so does what runs
         together."""
         try:
             async for completion in self._generate(*requests):
                 place = completion.request, completion.member
-                if place not in had and place[0] in self._queues:  # else its group ended before, or was cancelled
+                if place not in delivered and place[0] in self._queues:  # else its group ended before, or was cancelled
                     self._queues[place[0]].put_nowait(completion)
-                had.add(place)
+                delivered.add(place)
         except RefusedRequest as refused:
-            left = [one for one in requests if any((one.id, member) not in had for member in range(len(one.seeds)))]
+            left = [one for one in requests if not {(one.id, n) for n in range(len(one.seeds))} <= delivered]
             if len(left) > 1:
                 for half in (left[: len(left) // 2], left[len(left) // 2 :]):
-                    await self._divided(half, had)
+                    await self._divided(half, delivered)
                 return
             for request in left or requests[:1]:
                 self._requests[request.id] = None

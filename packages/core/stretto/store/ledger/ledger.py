@@ -371,7 +371,7 @@ class Ledger:
 
     def _move(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> LiveRow:
         row = self._row(id)
-        before, had = row.state, row.tokens
+        before, tokens = row.state, row.tokens
         row.move(state, reason)
         self._counts[before] -= 1
         self._counts[state] += 1
@@ -380,7 +380,7 @@ class Ledger:
             row.finish(trajectory)
             if state is State.BUFFERED or self._config.keep_payloads == "all":
                 self._note(_INSERT_PAYLOAD, (row.key, encode_payload(trajectory)))
-        self._tokens.moved(row, before, had)
+        self._tokens.moved(row, before, tokens)
         if row.journaled:
             self._partials.append((_DELETE_PARTIALS, (row.key,)))
             row.journaled = 0

@@ -107,12 +107,13 @@ def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[Re
         yield RecordedCall(number, asked, reply)
 
 
-def read_member(connection: sqlite3.Connection, id: str, key: int, number: int) -> UnfinishedMember:
-    """Read the recorded segments and calls of the trajectory `id` with row key `key`. `number`: format of the ledger.
+def read_member(connection: sqlite3.Connection, id: str, key: int, ledger_format: int) -> UnfinishedMember:
+    """Read the recorded segments and calls of the trajectory `id` with row key `key`; both may be empty.
+    `ledger_format`: of the ledger (``PRAGMA user_version``).
 
     Raises:
         StoreError: a piece or a call is damaged.
     """
     pieces = (decode_piece(id, sealed) for (sealed,) in connection.execute(_PIECES, (key,)))
-    calls = read_calls(connection, id, key) if number > 4 else ()  # earlier formats have no calls
+    calls = read_calls(connection, id, key) if ledger_format > 4 else ()  # earlier formats have no calls
     return UnfinishedMember(segments_of(pieces), tuple(calls))

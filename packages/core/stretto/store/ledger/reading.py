@@ -64,7 +64,7 @@ def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
         StoreError: a step or a payload (``store.keep_payloads``) is missing, or the file is damaged.
     """
     with reading(path) as connection:
-        (number,) = connection.execute("PRAGMA user_version").fetchone()
+        (ledger_format,) = connection.execute("PRAGMA user_version").fetchone()
         rows = connection.execute(_STEPS, (after, until)).fetchall()
         if (found := [row[0] for row in rows]) != list(range(after + 1, until + 1)):
             raise StoreError(f"{path}: steps {after + 1} to {until} are wanted, on record are {found}")
@@ -73,7 +73,7 @@ def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
             groups = tuple(_trained(path, connection, one.group, one.members) for one in placed)
             own = {one.group: one.oldest_trainable for one in placed if one.oldest_trainable is not None}
             read = Batch(step, version, groups, oldest_trainable, own)
-            check(sealed, batch_seal(read, format_of_step(sealed, number)), f"{path}: the batch of step {step}")
+            check(sealed, batch_seal(read, format_of_step(sealed, ledger_format)), f"{path}: the batch of step {step}")
             yield read
 
 
@@ -85,10 +85,10 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
         StoreError: the payload of a buffered trajectory is missing, or the file is missing or damaged.
     """
     with reading(path) as connection:
-        (number,) = connection.execute("PRAGMA user_version").fetchone()
+        (ledger_format,) = connection.execute("PRAGMA user_version").fetchone()
         groups = groupby(connection.execute(_LIVE).fetchall(), key=lambda row: row[0])
         changes = find_fact(connection.execute(META), path, BOUNDS, list[BoundChange]) or []
-        return [_unfinished(path, connection, list(group), number, changes) for _, group in groups]
+        return [_unfinished(path, connection, list(group), ledger_format, changes) for _, group in groups]
 
 
 def tokens_on_record(connection: sqlite3.Connection) -> OnRecord:
@@ -166,7 +166,7 @@ def _unfinished(
     path: Path,
     connection: sqlite3.Connection,
     rows: Sequence[tuple[object, ...]],
-    number: int,
+    ledger_format: int,
     changes: Sequence[BoundChange],
 ) -> UnfinishedGroup:
     id, prompt_id, admitted_version, group_key, members, tokens, sealed = rows[0][:7]
@@ -183,7 +183,7 @@ def _unfinished(
                 raise StoreError(f"{path}: trajectory {id}/{member} is buffered, and its tokens are missing")
             trajectories.append(_trajectory(str(id), member, *columns))  # type: ignore[arg-type]  # columns of SQLite
             continue
-        unfinished[member] = read_member(connection, trajectory_id(str(id), member), key, number)
+        unfinished[member] = read_member(connection, trajectory_id(str(id), member), key, ledger_format)
     return msgspec.convert(
         {
             "id": id,

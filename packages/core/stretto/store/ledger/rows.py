@@ -215,14 +215,14 @@ class TokenTally:
     def __init__(self, start: OnRecord) -> None:
         self._counts: Counter[str] = Counter(msgspec.structs.asdict(start))
 
-    def moved(self, row: LiveRow, before: State, had: int) -> None:
+    def moved(self, row: LiveRow, before: State, tokens_before: int) -> None:
         """Count the tokens of the trajectory of `row` under its new state; call this after each change of a state.
 
-        `before`: the previous state; `had`: `row.tokens` at that time, which are no longer counted there. A trajectory
-        without a verdict is also counted as one more in ``expired_unjudged`` or ``failed_unjudged``.
+        `before`: the previous state; `tokens_before`: `row.tokens` at that time, which are no longer counted there. A
+        trajectory without a verdict is also counted as one more in ``expired_unjudged`` or ``failed_unjudged``.
         """
         counts = self._counts
-        counts[before] -= had
+        counts[before] -= tokens_before
         counts[row.state] += row.tokens
         if not row.finished:
             counts[f"{row.state}_unjudged"] += 1

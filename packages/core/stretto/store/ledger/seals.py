@@ -68,32 +68,32 @@ def find_fact(rows: Iterable[tuple[str, str, object]], path: Path, name: str, ki
         raise StoreError(f"{path}: {name} cannot be read: {error}") from error
 
 
-def batch_seal(batch: Batch, number: int = 6) -> bytes:
+def batch_seal(batch: Batch, ledger_format: int = 6) -> bytes:
     """Compute the checksum of all data of a batch that affect the weights: tokens, log-probabilities, versions,
     rewards, and their order.
 
-    `number`: format of the ledger in which the step was recorded. Since format 6 the checksum of each segment's packed
-    tokens stands for the tokens, and the result has 16 bytes in place of 8.
+    `ledger_format`: in which the step was recorded. Since format 6 the checksum of each segment's packed tokens stands
+    for the tokens, and the result has 16 bytes in place of 8.
     """
     groups = [
-        (group.id, group.prompt.token_ids, [_sealed(group.id, trajectory, number) for trajectory in group.trajectories])
+        (group.id, group.prompt.token_ids, [_sealed(group.id, one, ledger_format) for one in group.trajectories])
         for group in batch.groups
     ]
     own = [sorted(batch.oldest_by_group.items())] if batch.oldest_by_group else []
     content = (batch.step, batch.version, batch.oldest_trainable, groups, *own)
-    return seal(*content) if number < _PACKED else xxhash.xxh3_128_digest(_encode(content))
+    return seal(*content) if ledger_format < _PACKED else xxhash.xxh3_128_digest(_encode(content))
 
 
-def format_of_step(sealed: bytes, number: int) -> int:
+def format_of_step(sealed: bytes, ledger_format: int) -> int:
     """Return the format in which a step was recorded, from the length of `sealed`, its batch seal. A ledger of format
-    `number` may have steps of an earlier one, if the run was resumed by a newer stretto."""
-    return min(number, _PACKED - 1) if len(sealed) == SIZE else number
+    `ledger_format` may have steps of an earlier one, if the run was resumed by a newer stretto."""
+    return min(ledger_format, _PACKED - 1) if len(sealed) == SIZE else ledger_format
 
 
-def _sealed(group: str, trajectory: Trajectory, number: int) -> tuple[object, ...]:
+def _sealed(group: str, trajectory: Trajectory, ledger_format: int) -> tuple[object, ...]:
     verdict = trajectory.verdict
-    if number > 2:
-        decisive = _decisive if number < _PACKED else _decisive_packed
+    if ledger_format > 2:
+        decisive = _decisive if ledger_format < _PACKED else _decisive_packed
         return trajectory.id, [decisive(segment) for segment in trajectory.segments], verdict.outcome, verdict.reward
     (segment,) = trajectory.segments
     completion = {
@@ -149,8 +149,8 @@ def check_rows(connection: sqlite3.Connection, path: Path) -> None:
             raise StoreError(f"{path}: is damaged: {found}")
     for table, row, *_ in connection.execute("PRAGMA foreign_key_check"):
         raise StoreError(f"{path}: row {row} of {table} belongs to a row that is missing")
-    (number,) = connection.execute("PRAGMA user_version").fetchone()
-    for table, statement in (_OLD_ROWS if number == 2 else _ROWS).items():
+    (ledger_format,) = connection.execute("PRAGMA user_version").fetchone()
+    for table, statement in (_OLD_ROWS if ledger_format == 2 else _ROWS).items():
         for *content, found in connection.execute(statement):
             check(found, seal(*content), f"{path}: row {content[0]} of {table}")
     for (step,) in connection.execute("SELECT step FROM steps WHERE published_version != step"):
