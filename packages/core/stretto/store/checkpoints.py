@@ -245,10 +245,8 @@ def seal_files(folder: Path) -> dict[str, FileSeal]:
 
 
 def _seal(step: int, part: Path) -> None:
-    for file in (path for path in part.rglob("*") if path.is_file()):
-        sync(file)
-    for folder in sorted(path for path in part.rglob("*") if path.is_dir()):
-        sync(folder)  # `part` itself is synced after the manifest
+    for path in part.rglob("*"):  # files and folders
+        sync(path)  # `part` itself is synced after the manifest
     manifest = msgspec.json.format(msgspec.json.encode(Manifest(step=step, files=seal_files(part))))
     (part / _MANIFEST).write_bytes(manifest)
     sync(part / _MANIFEST)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
 
 
 class Engines(Protocol):
-    """The engines of a run: two methods of `loop.engines.pool.EnginePool`."""
+    """The engines of a run: an `EnginePool`, or the `Rounds` of a synchronous run. Their methods say more."""
 
     def generate(self, request: GenerateRequest, /, *, least: int = 0) -> AsyncIterator[Completion]: ...
 

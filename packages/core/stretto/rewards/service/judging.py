@@ -151,12 +151,10 @@ def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
     except BaseException as error:
         return undecided(f"the reward raised {_described(error)}")
     verdict = verdict_of(value, worth)
-    if (
-        verdict.outcome is Outcome.UNDECIDED
-        and (code := getattr(inspect.unwrap(function), "__code__", None)) is not None
-    ):
-        return undecided(f"{verdict.reason} ({code.co_filename}:{code.co_firstlineno})")
-    return verdict
+    if verdict.outcome is not Outcome.UNDECIDED:
+        return verdict
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return verdict if code is None else undecided(f"{verdict.reason} ({code.co_filename}:{code.co_firstlineno})")
 
 
 def verdict_of(value: object, worth: Worth) -> Verdict:

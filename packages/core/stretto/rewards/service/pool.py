@@ -325,14 +325,11 @@ class RewardPool:
 
     def _count(self, verdicts: Sequence[Verdict]) -> None:
         for verdict in verdicts:
+            self._undecided_in_a_row += 1
             if verdict.outcome is not Outcome.UNDECIDED:
                 self._undecided_in_a_row = 0
-                continue
-            self._undecided_in_a_row += 1
-            if self._undecided_in_a_row >= self._config.max_consecutive_undecided:
-                found = (
-                    f"the last {self._undecided_in_a_row} completions were undecided, the last one: {verdict.reason}"
-                )
+            if (times := self._undecided_in_a_row) >= self._config.max_consecutive_undecided:
+                found = f"the last {times} completions were undecided, the last one: {verdict.reason}"
                 remedy = "fix the reward, or allow more with rewards.max_consecutive_undecided"
                 raise RewardFunctionError([Problem(PLACE, found, remedy)])
 
