@@ -171,6 +171,55 @@ def test_what_a_server_told_of_a_request_of_which_it_lied_is_in_no_journal_and_n
     assert completion.engines == (("a", 2), ("c", 8))
 
 
+class LiesOfTheSecond:
+    """Two completions: `a` ends the first, and then sends something else that cannot be; `b` writes both."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, ...]] = []
+        self.ended, self.go_on = asyncio.Event(), asyncio.Event()
+
+    async def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
+        self.asked.append(request.seeds)
+        name = "ab"[len(self.asked) - 1]
+        yield Completion(request.id, 0, written(0, 10, StopReason.STOP)).written_by(name, Segment())
+        if name == "a":
+            self.ended.set()
+            await self.go_on.wait()
+            raise EngineLied("a", "is not trusted")
+        yield Completion(request.id, 1, written(0, 10, StopReason.STOP)).written_by(name, Segment())
+
+    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:
+        return {}
+
+
+def test_a_completion_that_ended_before_its_engine_lied_in_the_same_request_is_dropped_too(tmp_path: Path) -> None:
+    path, request = tmp_path / "ledger.sqlite", msgspec.structs.replace(REQUEST, seeds=(0, 1))
+
+    async def main(ledger: Ledger) -> list[Completion]:
+        engines = LiesOfTheSecond()
+        in_flight = InFlight(engines, ledger, {})
+
+        async def answered() -> list[Completion]:
+            return [completion async for completion in in_flight.generate(request)]
+
+        answering = asyncio.ensure_future(answered())
+        await engines.ended.wait()
+        await in_flight.keep()
+        ledger.flush()
+        (on_record,) = read_unfinished(path)[0].members.values()
+        assert on_record.segments[0].stop_reason is StopReason.STOP
+        engines.go_on.set()
+        completions = await answering
+        assert engines.asked == [(0, 1), (0, 1)]
+        assert read_unfinished(path)[0].members == {}, "nothing of `a`, and nothing of `b` as yet"
+        return completions
+
+    with closing(Ledger(path, StoreConfig(flush_seconds=0.0))) as ledger:
+        ledger.issue("7", Prompt(id="17", token_ids=(1,), text="1", answer="2"), 2, 0)
+        completions = asyncio.run(main(ledger))
+    assert [(one.member, one.engines) for one in completions] == [(0, (("b", 10),)), (1, (("b", 10),))]
+
+
 async def test_a_turn_whose_engine_is_killed_goes_on_behind_its_tokens_and_is_journaled_as_its_segment() -> None:
     pieces: list[tuple[str, Segment, int]] = []
 

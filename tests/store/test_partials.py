@@ -62,6 +62,9 @@ def test_what_is_taken_back_of_a_segment_is_gone_and_what_other_segments_have_st
         ledger.retract(ID, 0, node=1)
         ledger.flush()
         assert member(path).segments == (sampled(2, 3, 6), sampled(parent=0))
+        ledger.journal(ID, sampled(end=StopReason.STOP))  # an end without a token of its own
+        ledger.retract(ID, 3)
+        assert member(path).segments == (sampled(2, 3, 6), sampled(parent=0))
 
 
 def test_a_single_turn_is_written_without_a_place(path: Path) -> None:

@@ -102,14 +102,15 @@ class GroupInFlight:
                 yield member, piece
 
     def retract(self) -> Iterator[tuple[int, int]]:
-        """Drop the tokens that the open request has brought for members that have not ended, and ignore any that still
-        arrive; takes effect while it is iterated. Yields (member, its number of tokens before that request) for each
-        member that has lost some."""
+        """Drop all that the open request has brought, completions that have ended too, and ignore what still arrives;
+        takes effect while it is iterated. Yields (member, its number of tokens before that request) for each member
+        that has lost something."""
         self.serial += 1
         for member in self.members:
             before = Prefix(self.before.get(member, Segment()))
-            if member not in self.ended and self.known(member) > before.tokens:
+            if self.ended.pop(member, None) is not None or self.known(member) > before.tokens:
                 self.prefixes[member] = before
+                self.journaled.discard(member)
                 yield member, before.tokens
 
     def pieces(self, id: str) -> Iterator[tuple[str, Segment, int]]:

@@ -75,8 +75,8 @@ def segments_of(pieces: Iterable[tuple[int, Segment]]) -> tuple[Segment, ...]:
 
 
 def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterator[tuple[str, tuple[int, int]]]:
-    """Yield SQL statements, each with its parameters, that delete all tokens but the first `count` of a segment. The
-    caller runs them.
+    """Yield SQL statements, each with its parameters, that delete all tokens but the first `count` of a segment, and
+    its end (the stop reason). The caller runs them.
 
     Args:
         query: runs a statement on the ledger.
@@ -91,7 +91,7 @@ def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterat
     for begin, sealed in query(_BEGINS, (key,)):
         place, piece = decode_piece(id, sealed)
         told += piece.length if place == node else 0
-        if place == node and told > count:
+        if place == node and (told > count or piece.stop_reason is not None):  # an end may have no tokens
             yield _DELETE_PIECE, (key, begin)
 
 
