@@ -34,6 +34,7 @@ async def hurried(prompt): return True
 async def streaming(prompt, completion, answer): yield True
 def many(prompt, completion, answer): yield True
 async def graded(prompt, completion, answer, level): return level / 4
+def everything(question, completion, gold, **fields): return fields["level"] + fields["fields"]
 async def broken(prompt, completion, answer):
     await asyncio.sleep(0)
     return 1 / 0
@@ -166,3 +167,10 @@ def test_an_asynchronous_reward_gets_the_fields_it_names_and_its_faults_have_its
     lines = _MODULE.splitlines()
     place = f"our_rewards.py:{lines.index('    return 1 / 0') + 1}"
     assert f"/{place}: division by zero" in judge(load_reward(f"{module}:broken"), ITEM, WORTH).reason
+
+
+def test_a_reward_that_takes_all_fields_gets_none_with_its_own_name_of_the_answer(module: str) -> None:
+    everything = load_reward(f"{module}:everything")
+    fields = fields_taken(everything, '{"level": 3, "gold": 7, "fields": 8}')
+    assert fields == {"level": 3, "fields": 8}
+    assert judge(functools.partial(everything, **fields), ITEM, WORTH).reward == 11.0

@@ -95,17 +95,20 @@ def _checked(place: str, name: str, found: object) -> RewardFunction:
 
 
 def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
-    """Return the keyword arguments for a reward function: the fields of a row that its further parameters name, or all
-    fields if it has ``**fields``. Empty for a function written in C without a signature. `row`: its fields as a JSON
-    object; "": none."""
+    """Return the keyword arguments for a reward function: the fields of a row that its further parameters name, or, if
+    it has ``**fields``, all but those called as its first three. Empty for a function written in C without a signature.
+    `row`: its fields as a JSON object; "": none."""
     if not row:
         return {}
     fields: dict[str, Any] = json.loads(row)
     try:
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values())
-        return fields if takes_all else {name: fields[name] for name in _further(function) if name in fields}
+        parameters, further = inspect.signature(function).parameters.values(), _further(function)
     except ValueError:  # written in C, without a signature
         return {}
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return {name: fields[name] for name in further if name in fields}
+    first = {p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD} - set(further)  # called by position
+    return {name: value for name, value in fields.items() if name not in first}
 
 
 def why_lacking(function: Callable[..., object], row: str) -> str:
