@@ -37,11 +37,8 @@ class Recovery:
         return Checkpoints(self.folder.checkpoints, self.keep).latest(version)
 
     def batch(self, step: int) -> Batch:
-        """Read the batch that was trained on in step `step`.
-
-        Raises:
-            StoreError: the batch is not completely in the ledger.
-        """
+        """Read the batch that was trained on in step `step`. Raises StoreError if it is not completely in the
+        ledger."""
         (batch,) = read_batches(self.folder.ledger, step - 1, step)
         return batch
 

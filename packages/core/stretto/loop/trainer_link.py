@@ -295,13 +295,7 @@ class TrainerLink:
 
     async def supervise(self) -> NoReturn:
         """Replace the trainer when it ends between two orders, until an error ends the run. When it ends during an
-        order, the method that sent the order replaces it.
-
-        Raises:
-            RoleDied: the trainer died more often than `deadlines.trainer_restarts` allows, or is not replaced.
-            RoleFailed: the trainer reported that it cannot continue.
-            DeadlineExceeded: an order to its replacement took longer than its deadline.
-        """
+        order, the method that sent the order replaces it. Raises as `train`."""
         while True:
             process = self.process
             how = await process.ended()

@@ -64,11 +64,8 @@ def last_number(prompt: str, completion: str, answer: str) -> bool:
 
 
 def number_gold(prompt: str, completion: str, answer: str) -> bool:
-    """Check that `answer` can be a gold answer of `last_number`; returns True. The other arguments are not read.
-
-    Raises:
-        Undecided: it holds no number; the reason says so.
-    """
+    """Check that `answer` can be a gold answer of `last_number`; returns True. The other arguments are not read. Raises
+    Undecided, with the reason, if it holds no number."""
     return bool(_number_of(answer))
 
 

@@ -85,11 +85,8 @@ class Condition(Record, frozen=True):
 
 
 def condition(path: str | Path) -> Condition:
-    """Determine the state of the run in the folder `path` (`condition_of`). A folder without a run is ``dead``.
-
-    Raises:
-        StoreError: its ledger or its log cannot be read.
-    """
+    """Determine the state of the run in the folder `path` (`condition_of`). A folder without a run is ``dead``. Raises
+    StoreError if its ledger or its log cannot be read."""
     folder = RunFolder(Path(path))
     return condition_of(folder.path, lambda: read_ending(folder.ledger), lambda: _end_of(folder.log))
 
@@ -99,10 +96,8 @@ def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callabl
 
     Args:
         ending: reads the ending from the ledger; None: there is none.
-        log: reads the end of the log, as text; "" if there is none. Neither is called for a run that is running.
-
-    Raises:
-        Exception: any error of `ending` or `log`.
+        log: reads the end of the log, as text; "" if there is none. Neither is called for a run that is running, and
+            errors of both are raised unchanged.
     """
     if lock.is_held(folder):
         return Condition("running")
@@ -131,11 +126,7 @@ def branch_of(folder: Path) -> Branch | None:
 
 def read_ending(ledger: Path) -> Ending | None:
     """Read the ending from the ledger at this path; None if there is no file, or an earlier version of stretto wrote
-    it.
-
-    Raises:
-        StoreError: the ledger cannot be read.
-    """
+    it. Raises StoreError if it cannot be read."""
     if not ledger.exists():
         return None
     with reading(ledger) as connection:

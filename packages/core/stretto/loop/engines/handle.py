@@ -293,13 +293,8 @@ class EngineHandle:
 
     async def keep_loaded(self) -> NoReturn:
         """Load each newer published version, at most one in `load_interval` seconds; runs until it raises or is
-        cancelled. An engine that does not reply becomes suspected.
-
-        Raises:
-            UnprovenWeights: its weights were not proven, nor were those of the process before it.
-            WireError: the newest version is damaged, or not of this model.
-            DeadlineExceeded: a load made no progress.
-        """
+        cancelled. An engine that does not reply becomes suspected. Raises as `reach`, but the deadline is that of one
+        load."""
         while True:
             await self._publication.wait()
             await self._until_due()

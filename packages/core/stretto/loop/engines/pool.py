@@ -165,11 +165,7 @@ class EnginePool:
             await engine.replace(death.how, self.say, engine.spec.publication_seconds)
 
     async def until_up(self, seconds: float) -> None:
-        """Wait until an engine takes requests.
-
-        Raises:
-            DeadlineExceeded: no engine takes requests within `seconds`.
-        """
+        """Wait until an engine takes requests. Raises DeadlineExceeded if none does within `seconds`."""
         async with deadline("conductor", "an engine to join", seconds):
             while not self._router.up:
                 self._free.clear()

@@ -139,11 +139,8 @@ class WorkerProcess:
         self._wire.close()
 
     def send(self, request: Request) -> None:
-        """Send one request.
-
-        Raises:
-            UnicodeEncodeError: a text holds a lone surrogate, which no wire and no file can carry.
-        """
+        """Send one request; without a connection it is dropped. Raises UnicodeEncodeError if a text holds a lone
+        surrogate, which no wire and no file can carry."""
         self._wire.write(frame(request))
 
     def kill(self) -> None:

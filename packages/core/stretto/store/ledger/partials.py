@@ -53,11 +53,7 @@ def encode_piece(id: str, piece: Segment, node: int = 0) -> bytes:
 
 def decode_piece(id: str, sealed: bytes) -> tuple[int, Segment]:
     """Decode one piece of the trajectory `id`; returns the index of its segment, and the piece. The last piece of a
-    sampled segment has a stop reason.
-
-    Raises:
-        StoreError: the checksum does not match: the bytes are damaged.
-    """
+    sampled segment has a stop reason. Raises StoreError if the bytes are damaged: the checksum does not match."""
     body = sealed[SIZE:]
     check(sealed[:SIZE], seal(id, body), f"a piece of trajectory {id}")
     parts = _parts(body)
@@ -97,11 +93,7 @@ def retraction(query: Query, id: str, key: int, count: int, node: int) -> Iterat
 
 def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[RecordedCall]:
     """Yield the recorded calls of the trajectory `id` with row key `key`, in order; the reply of one that has not ended
-    is None.
-
-    Raises:
-        StoreError: a call is damaged.
-    """
+    is None. Raises StoreError if a call is damaged."""
     for number, asked, reply, sealed in connection.execute(_CALLS, (key,)):
         check(sealed, seal(id, number, asked, reply), f"call {number} of trajectory {id}")
         yield RecordedCall(number, asked, reply)
@@ -109,11 +101,7 @@ def read_calls(connection: sqlite3.Connection, id: str, key: int) -> Iterator[Re
 
 def read_member(connection: sqlite3.Connection, id: str, key: int, ledger_format: int) -> UnfinishedMember:
     """Read the recorded segments and calls of the trajectory `id` with row key `key`; both may be empty.
-    `ledger_format`: of the ledger (``PRAGMA user_version``).
-
-    Raises:
-        StoreError: a piece or a call is damaged.
-    """
+    `ledger_format`: of the ledger (``PRAGMA user_version``). Raises StoreError if a piece or a call is damaged."""
     pieces = (decode_piece(id, sealed) for (sealed,) in connection.execute(_PIECES, (key,)))
     calls = read_calls(connection, id, key) if ledger_format > 4 else ()  # earlier formats have no calls
     return UnfinishedMember(segments_of(pieces), tuple(calls))

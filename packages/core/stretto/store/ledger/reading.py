@@ -110,11 +110,8 @@ def states_on_record(connection: sqlite3.Connection) -> tuple[dict[str, int], On
 
 
 def last_step(path: Path) -> int:
-    """The newest step whose batch is committed in the ledger at `path`; 0 if there is none.
-
-    Raises:
-        StoreError: the ledger is missing or cannot be read.
-    """
+    """The newest step whose batch is committed in the ledger at `path`; 0 if there is none. Raises StoreError if the
+    file is missing or damaged."""
     with reading(path) as connection:
         found: int = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0]
         return found
@@ -122,10 +119,7 @@ def last_step(path: Path) -> int:
 
 def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
     """Read the fact that `Ledger.put` stored under `name` in the ledger at `path`, as a `kind`; None if there is none.
-
-    Raises:
-        StoreError: the file is missing or damaged, a fact in it is damaged, or the value is no `kind`.
-    """
+    Raises StoreError if the file is missing or damaged, a fact in it is damaged, or the value is no `kind`."""
     with reading(path) as connection:
         return find_fact(connection.execute(META), path, name, kind)
 

@@ -146,11 +146,8 @@ class LiveRow:
     _outcome: tuple[object, ...] = (None, None, None, 0, None, None, 0)
 
     def move(self, state: State, reason: str = "") -> None:
-        """Change the state to `state`. `reason`: why, for readers of the run; "": nothing to say.
-
-        Raises:
-            StoreError: a trajectory in the present state cannot enter `state`; names both.
-        """
+        """Change the state to `state`. `reason`: why, for readers of the run; "": nothing to say. Raises StoreError if
+        a trajectory in the present state cannot enter `state`; names both."""
         if state not in ALLOWED.get(self.state, ()):
             raise StoreError(f"trajectory {self.key} is {self.state} and cannot become {state}")
         self.state, self.reason = state, reason
@@ -179,11 +176,8 @@ class LiveRow:
 
     @classmethod
     def restored(cls, columns: tuple[object, ...]) -> LiveRow:
-        """Restore a row from its `columns`, in the order of the table ``trajectories``.
-
-        Raises:
-            StoreError: the checksum does not match: the row is damaged.
-        """
+        """Restore a row from its `columns`, in the order of the table ``trajectories``. Raises StoreError if the row is
+        damaged: the checksum does not match."""
         key, group_key, member, state, reason, _, *outcome, sealed = columns
         check(sealed, seal(*columns[:-1]), f"row {key} of trajectories")
         assert isinstance(key, int)

@@ -306,11 +306,8 @@ def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connect
 
 
 def check_resting_log(path: Path) -> None:
-    """Check the write-ahead log with `check_log`, unless a run is writing: the end of its log may be incomplete.
-
-    Raises:
-        StoreError: no run is writing, and the log is damaged.
-    """
+    """Check the write-ahead log of the ledger at `path` with `check_log`, and raise its errors, unless a run is
+    writing: the end of its log may be incomplete."""
     if not lock.is_held(path.parent):
         check_log(path)
 

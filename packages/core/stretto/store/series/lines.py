@@ -197,11 +197,8 @@ def open_plain(path: Path, links: bool = False) -> int:
 
 
 def decode_line(decoder: msgspec.json.Decoder[Decoded], row: bytes) -> Decoded:
-    """Decode one line to a record.
-
-    Raises:
-        StoreError: the line is invalid, or has an integer of more than 64 bits, for which readers have no type.
-    """
+    """Decode one line to a record. Raises StoreError if the line is invalid, or has an integer of more than 64 bits,
+    for which readers have no type."""
     try:
         line = decoder.decode(row)
     except UNREADABLE as error:
@@ -239,9 +236,7 @@ class LineFollower(Generic[Decoded]):
         Returns:
             The lines, and whether the file was rewritten or removed, so that these lines are its first.
 
-        Raises:
-            StoreError: as `open_plain`, or a line is longer than 64 MiB.
-            OSError: as `open_plain`.
+        Raises as `open_plain`, except for a file that does not exist; StoreError also if a line is longer than 64 MiB.
         """
         try:
             descriptor = open_plain(self._path, self._links)
