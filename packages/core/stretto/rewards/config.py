@@ -20,8 +20,8 @@ Names = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], AS_TUPLE]
 
 
 class RewardPart(BaseModel, extra="forbid", frozen=True):
-    """One of several rewards (a table of `functions`). The reward of a completion is the weighted sum of the parts that
-    judge its source. The first of these decides whether the completion is right; one undecided part makes it undecided.
+    """One of several rewards (a table of `functions`). The reward of a completion is the weighted sum of the parts for
+    its source. The first of these decides whether the completion is right; one undecided part makes it undecided.
 
     Example: ``RewardPart(name="form", function="my_rewards:has_box", weight=0.2)``
     """
