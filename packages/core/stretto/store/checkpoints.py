@@ -12,6 +12,7 @@ used.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -30,7 +31,6 @@ from stretto.store.files import is_lacking, sweep, sync
 
 _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"
-_READ_BYTES = 1 << 22
 
 
 class FileSeal(Record, frozen=True):
@@ -285,8 +285,5 @@ def _copy(part: Path, final: Path) -> None:
 
 
 def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
