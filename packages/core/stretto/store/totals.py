@@ -197,13 +197,13 @@ def goodput(totals: Totals, on_record: OnRecord) -> Goodput:
     idle: dict[str, dict[str, float]] = {}
     for role, seconds in sorted(totals.busy.items()):
         worked = min(max(seconds, 0.0), rl)
-        spent = parts_of_work(totals.activities.get(role, {}), worked)
+        spent = in_proportion(worked, totals.activities.get(role, {}))  # spans may overlap, or have gaps
         if role in totals.generated_by:
             roles[role], reasons = _generation(spent, tokens, totals)
         elif role == "trainer":
             roles[role], reasons = _training(spent, tokens)
         else:
-            roles[role], reasons = _shared(worked, _sampled(tokens)), {}
+            roles[role], reasons = in_proportion(worked, _sampled(tokens), WAITING), {}
         reasons |= {"starting": totals.starting_seconds, "ending": ending}
         reasons[_OF_ENGINES if role in totals.generated_by else _REST.get(role, "events")] = rl - worked
         idle[role] = {reason: spell for reason, spell in sorted(reasons.items()) if spell > 0}
@@ -212,11 +212,11 @@ def goodput(totals: Totals, on_record: OnRecord) -> Goodput:
     return Goodput(budget, roles, idle)
 
 
-def parts_of_work(spans: Mapping[str, float], worked: float) -> dict[str, float]:
-    """Divide `worked` seconds by span name, in proportion to `spans` (span name: seconds), whose sum may differ from
-    `worked` as spans may overlap or have gaps. Without spans, all seconds have the name ""."""
-    whole = sum(spans.values())
-    return {name: seconds * worked / whole for name, seconds in spans.items()} if whole > 0 else {"": worked}
+def in_proportion(seconds: float, parts: Mapping[str, float], otherwise: str = "") -> dict[str, float]:
+    """Divide `seconds` among the names in `parts`, in proportion to their values. If there are none, or all are 0, all
+    seconds have the name `otherwise`."""
+    whole = sum(parts.values())
+    return {name: seconds * part / whole for name, part in parts.items()} if whole > 0 else {otherwise: seconds}
 
 
 def _generation(
@@ -231,7 +231,7 @@ def _generation(
     sampled = totals.generated + totals.evaluated
     # The quotient first: it is at most 1, and so the rest is not negative by rounding.
     reasons["evaluation"] = stepping * (totals.evaluated / sampled) if sampled else 0.0
-    return _shared(stepping - reasons["evaluation"], _sampled(tokens)) | {RECOMPUTED: again}, reasons
+    return in_proportion(stepping - reasons["evaluation"], _sampled(tokens), WAITING) | {RECOMPUTED: again}, reasons
 
 
 def _training(spent: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[dict[str, float], dict[str, float]]:
@@ -241,14 +241,8 @@ def _training(spent: Mapping[str, float], tokens: Mapping[str, int]) -> tuple[di
     reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
     updating = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, AGAIN})
     parts = {name: tokens[name] for name in (TRAINED, MASKED)}
-    return _shared(updating, parts) | {RECOMPUTED: spent.get(AGAIN, 0.0)}, reasons
+    return in_proportion(updating, parts, WAITING) | {RECOMPUTED: spent.get(AGAIN, 0.0)}, reasons
 
 
 def _sampled(tokens: Mapping[str, int]) -> dict[str, int]:
     return {name: count for name, count in tokens.items() if name not in (RECOMPUTED, IDLE)}
-
-
-def _shared(seconds: float, parts: Mapping[str, int]) -> dict[str, float]:
-    """Divide seconds among categories in proportion to their tokens; without any tokens, all count as waiting."""
-    whole = sum(parts.values())
-    return {name: seconds * count / whole for name, count in parts.items()} if whole else {WAITING: seconds}

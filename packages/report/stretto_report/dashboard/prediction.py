@@ -18,7 +18,7 @@ from stretto.store.inspection import Inspection
 from stretto.store.ledger.reading import fact
 from stretto.store.ledger.schema import reading
 from stretto.store.run_folder import Machine, RunFolder
-from stretto.store.totals import TOTALS, Totals, parts_of_work
+from stretto.store.totals import TOTALS, Totals, in_proportion
 from stretto_report.reading.inspection import inspection_of
 
 RECIPE = "recipe"  #: the name of the resolved recipe in the ledger
@@ -186,7 +186,7 @@ def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
     for name, roles in {"engines": engines, "trainer": ["trainer"], "rewards": ["rewards"]}.items():
         for role in roles:
             busy = totals.busy.get(role, 0.0)
-            work = parts_of_work(totals.activities.get(role, {}), busy) | {
+            work = in_proportion(busy, totals.activities.get(role, {})) | {
                 "idle": max(0.0, inspection.rl_seconds - busy)
             }
             for part, seconds in work.items():
