@@ -87,26 +87,27 @@ class ChatExchange:
         self.request: Request | None = None
 
     def add_headers(self, headers: Mapping[str, str]) -> None:
-        """Add headers to the reply."""
+        """Add headers to the reply, which must not have begun."""
         self.headers += [(name.encode(), value.encode()) for name, value in headers.items()]
 
     async def show(self, found: object) -> None:
-        """Reply with the value `found` as JSON."""
+        """Send a whole reply with status 200: the value `found` as JSON."""
         await self.reply(msgspec.json.encode(found))
 
     async def send(self, message: Message) -> None:
-        """Send an ASGI message."""
+        """Send an ASGI message, and keep the status of the first one."""
         self.status = self.status or message["status"]  # the first message of a reply has it
         await self._send(message)
 
     async def reply(self, body: bytes, status: int = 200, media: str = _JSON) -> None:
-        """Send a whole reply."""
+        """Send a whole reply with the added headers. `media`: its content type."""
         await reply(self.send, status, media, body, self.headers)
 
     @property
     def write_now(self) -> Callable[[Callable[[], bytes]], bool] | None:
-        """Function that writes events of a stream at once, after its headers; None if the server lacks the extension.
-        Call it with a function that makes the events. If the client lags, it returns False without making them."""
+        """Function that writes events of a stream without waiting; None if the server lacks the extension. Call it with
+        a function that makes the events. It returns True once they are written. It returns False, without making them,
+        before the headers are sent, after the end of the reply, and while the client lags."""
         found: Callable[[Callable[[], bytes]], bool] | None = self.scope.get("extensions", {}).get(WRITE_NOW)
         return found
 
@@ -122,7 +123,8 @@ Handler = Callable[[ChatExchange], Awaitable[None]]
 
 
 class ChatServer(ABC):
-    """Base class of ASGI applications that serve chat dialects. A subclass checks keys and produces completions."""
+    """Base class of ASGI applications that serve chat dialects. A subclass checks keys and produces completions.
+    `title`: name of the application in its OpenAPI description."""
 
     title: str
 
@@ -160,7 +162,7 @@ class ChatServer(ABC):
         return scope["path"], sent_key(scope)
 
     def route(self, path: str) -> tuple[str, Handler] | None:
-        """HTTP method and handler of a path; None for an unknown path."""
+        """HTTP method that a path allows, and its handler; None for an unknown path."""
         if (dialect := self._dialects.get(path)) is not None:
             return "POST", partial(self.complete, dialect)
         if path in self._counts:
@@ -229,6 +231,7 @@ class ChatServer(ABC):
 
         Raises:
             NotServed: 413 for a body that is too large, 408 for one that takes more than a minute.
+            RefusedRequest: the client has disconnected before its end.
         """
         most = self.model.config.body_bytes
         try:
@@ -245,8 +248,8 @@ class ChatServer(ABC):
         ignores sampling options of a chat request, the reply gets the header ``x-stretto-unapplied``, which names them.
 
         Raises:
-            NotServed: another model is requested, or the body cannot be read.
-            RefusedRequest: a field is wrong.
+            NotServed: 404 if another model is requested; and the errors of `body`.
+            RefusedRequest: a field is wrong, or `parse` refuses the body.
         """
         raw = await self.body(call)
         call.request = request = parse(raw)

@@ -18,8 +18,8 @@ KEY = "STRETTO_API_KEY"  #: environment variable with the key that opens session
 
 
 def check_reach(bound: socket.socket, api_key: str | None, place: str) -> None:
-    """Check that `api_key` is set (not None) if a bound socket can be reached from other machines. `place`: for the
-    error message.
+    """Check that `api_key` is set (not None) if a bound socket can be reached from other machines. `place`: key or
+    option with its address, for the error message.
 
     Raises:
         RecipeError: no key is set; the socket has been closed.
@@ -47,7 +47,7 @@ def check_agent(config: AgentConfig, tokenizer: ChatTemplate, place: str) -> Non
     this starts. An agent that is an external service has neither. `place`: folder of the model, for the error message.
 
     Raises:
-        WorkflowError: it cannot be started; names the reason.
+        WorkflowError: the agent cannot be started, for the reason that the error names, or has both.
         ModelFolderError: the tokenizer has no chat template.
     """
     problems = []

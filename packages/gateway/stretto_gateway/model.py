@@ -92,10 +92,10 @@ class ServedModel:
         the arguments, so that a replay gives the same.
 
         Args:
-            segment: the completion's tokens, with log-probabilities.
-            id, created: id and Unix time of the turn.
+            segment: the completion, which has ended (`stop_reason`).
+            id, created: id and Unix time (seconds) of the turn.
             prompt: tokens of the prompt.
-            call_id: returns the id of the n-th call in the message.
+            call_id: called with 0, 1, ... for the calls in the message; returns the id of each.
             top_logprobs: likeliest tokens at each position; empty for none.
         """
         ids, stops = segment.token_ids, request.options.stop

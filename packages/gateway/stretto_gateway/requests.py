@@ -32,7 +32,7 @@ class PromptRequest(Record, frozen=True):
     Attributes:
         model: name of the requested model; None for the served one.
         dialect_fields: data that the dialect needs to encode the reply.
-        n: completions per prompt.
+        n: completions per prompt; UNSET: one.
         usual_tokens: limit of a completion if the client gives none; None: the rest of the context.
         stop_token_ids: tokens that end a completion, beside the end of sequence.
         ignore_eos: whether a completion goes on after an end of sequence.
@@ -63,8 +63,7 @@ class NotServed(Exception):
     """
 
     def __init__(self, status: int, message: str, field: str = "", code: str = "", allow: str = "") -> None:
-        """Create an error reply of this status and message. `field`: the wrong field of the request, and `code`: the
-        error's name in the dialect; "" for none. `allow`: value of the header Allow, for a 405; "" for none."""
+        """Create an error reply; for `field` and `code` see the attributes. `allow`: the header Allow; "" for none."""
         super().__init__(message)
         self.status, self.message, self.field, self.code = status, message, field, code
         self.headers = _HEADERS.get(status, []) + ([(b"allow", allow.encode())] if allow else [])
@@ -83,8 +82,8 @@ class CallForms:
     vocabulary: Mapping[str, int]
 
     def grammar(self, request: ChatRequest) -> str:
-        """Grammar for a turn, in llguidance's syntax; "" if the request allows any text. With both a response schema
-        and tools, a turn must either follow the schema or call tools.
+        """Grammar for a turn, in llguidance's syntax. If `tool_choice` demands a call: calls alone. Else, if the text
+        must be JSON: such a text, or calls of the offered tools (none with "none"). Else "": any text.
 
         Raises:
             RefusedRequest: a schema cannot be expressed as a grammar.
@@ -115,7 +114,8 @@ class SamplingRule:
     Attributes:
         default: options where a client gives none; its `max_tokens` bounds every completion.
         context: most tokens of a prompt and its completion together.
-        chosen: distribution options that clients may set; none in a run, whose policy is trained on one distribution.
+        chosen: distribution options that clients may set; others are ignored. None in a run, whose policy is trained
+            on one distribution.
         forms: makes grammars; None if the engine does not support them.
         seeds: whether clients may set a seed.
         vocabulary: size of the model's vocabulary; a `top_k` of at least this filters nothing.
@@ -132,7 +132,7 @@ class SamplingRule:
         """Check the request's tools.
 
         Raises:
-            RefusedRequest: `tool_choice` names a tool that the request does not offer.
+            RefusedRequest: `tool_choice` names a tool that the request does not offer, or is "required" without tools.
         """
         choice, offered = request.options.tool_choice, [tool.name for tool in request.tools]
         if _forced(request.options) and (choice not in offered if choice != "required" else not offered):
@@ -156,13 +156,15 @@ class SamplingRule:
         return tuple(name for name, unapplied in ignored.items() if unapplied)
 
     def sampling(self, request: Request, prompt_tokens: int, *, strict: bool = False) -> Sampling:
-        """Make the engine's sampling options for a request whose prompt has `prompt_tokens` tokens.
+        """Make the engine's sampling options for a request whose prompt has `prompt_tokens` tokens. Options that
+        clients may not set keep their defaults.
 
         Args:
             strict: refuse a token limit beyond the context; otherwise it is reduced.
 
         Raises:
-            RefusedRequest: the context has no room after the prompt, or a schema cannot be expressed as a grammar.
+            RefusedRequest: the context has no room after the prompt, a schema cannot be expressed as a grammar, or
+                (with `strict`) the token limit is beyond the context.
         """
         options, default, left = request.options, self.default, self.context - prompt_tokens
         if left < 1:

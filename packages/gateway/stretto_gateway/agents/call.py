@@ -25,8 +25,8 @@ _SECONDS = 60.0
 
 
 def function(place: str) -> Callable[[Any], Any]:
-    """Load the function ``MODULE:FUNCTION`` from the working folder or the installed packages. Ends the process with a
-    message if it cannot be loaded or called."""
+    """Load and return the function ``MODULE:FUNCTION`` from the working folder or the installed packages. Ends the
+    process with a message if there is none, or it is not callable."""
     look_in(os.getcwd())
     try:
         found = load(place, "workflow.function", "agent", {})

@@ -56,7 +56,7 @@ class AgentServices:
         address: address of the gateway, ``http://host:port``.
         room: limit on agents that run at once, those of concurrent evaluations included.
         score: judges completions by the run's reward.
-        verdict: converts a reward given over HTTP to a verdict.
+        verdict: converts a reward that was given over HTTP to a verdict.
         decode: converts token ids to text.
         task: makes the task that an agent gets, from the prompt, the index of the member in its group, and its seed.
     """
@@ -73,8 +73,8 @@ class AgentServices:
 
 class Sealed(Record, frozen=True):
     """Recorded result of an ended session. `nodes`: node ids of the turns that the agent got; `last_text`: text of the
-    last one; `reward`, `by_turn`: rewards of the trajectory, and of turns by node; `broken`: why the trajectory is
-    undecided, "" if it is not."""
+    last one; `reward`: reward of the trajectory, None if none was given; `by_turn`: rewards of turns by node; `broken`:
+    why the trajectory is undecided, "" if it is not."""
 
     nodes: tuple[int, ...]
     last_text: str
@@ -100,7 +100,8 @@ class WaitingSessions:
     waiting: deque[AgentSession] = field(default_factory=deque)
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
-        """Return the session that has waited for longest; `about` is not used, because the task comes from the run.
+        """Take the open session that has waited for longest out of the queue and return it. `about` is not used,
+        because the task comes from the run.
 
         Raises:
             NotServed: no session waits; the client may try again.
@@ -155,8 +156,8 @@ class AgentGroups:
         return await gather_or_cancel(*(self.member(id, prompt, member, seed) for id, member, seed in ids))
 
     async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
-        """Run the agent for completion number `member` of the group `id`, as soon as there is room. Returns its
-        trajectory, undecided with the reason if the agent fails.
+        """Run the agent for the trajectory `id`, as soon as there is room. Returns the trajectory, undecided with the
+        reason if the agent fails. `member`: index of the trajectory in its group.
 
         Raises:
             WorkflowError: more than the share `workflow.max_failed` of the last trajectories failed.
@@ -188,7 +189,8 @@ class AgentGroups:
 
     async def _end_of(self, session: AgentSession) -> str:
         """Start the agent's program, or queue the session for a service, and wait for the agent's end, for
-        `workflow.deadline` seconds at most; then end the session. Returns why the agent failed, "" if it did not."""
+        `workflow.deadline` seconds at most; then end the session. Returns at once for an ended session. Returns why the
+        agent failed, "" if it did not."""
         if session.state == "ended":
             return ""
         try:

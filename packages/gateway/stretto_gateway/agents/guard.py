@@ -59,8 +59,8 @@ def main(parent: int, command: list[str]) -> int:
 
 
 def ask_to_end(program: subprocess.Popen[bytes]) -> None:
-    """Send SIGTERM to a program and its process group, and wait up to three seconds for its end; afterwards it may
-    still run."""
+    """Send SIGTERM to a program and its process group, which it leads, and wait up to three seconds for its end.
+    Afterwards it may still run."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(program.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):

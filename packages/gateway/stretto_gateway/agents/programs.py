@@ -27,14 +27,15 @@ _MARK = "STRETTO_PROGRAM"
 
 @dataclass(frozen=True)
 class ProgramExit:
-    """End of a program. `code`: its exit code, or 128 + the signal that ended it. `said`: the end of its output."""
+    """End of a program. `code`: its exit code, or 128 + the signal that ended it. `said`: its last 4,096 bytes of
+    output, standard error included."""
 
     code: int
     said: str
 
     @property
     def failure(self) -> str:
-        """Reason why the program failed; "" if it succeeded."""
+        """Why the program failed: its exit code or signal, and its last line of output. "" if it ended with code 0."""
         if not self.code:
             return ""
         how = f"was ended by signal {self.code - 128}" if self.code > 128 else f"ended with exit code {self.code}"
@@ -44,8 +45,8 @@ class ProgramExit:
 
 async def run_program(command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> ProgramExit:
     """Run a program to its end; returns how it ended, with code 127 if there is no such program or it cannot be
-    executed. If the call is cancelled, the program and all its descendants are killed. There is no deadline. `folder`:
-    working directory; None: that of this process.
+    executed. Its descendants are killed at the end; if the call is cancelled, the program too. There is no deadline.
+    `environment`: all its variables. `folder`: working directory; None: that of this process.
 
     Raises:
         OSError: the system cannot start any further process, or `folder` does not exist.

@@ -132,7 +132,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         """Convert to a dialect-independent request.
 
         Raises:
-            RefusedRequest: fields contradict each other.
+            RefusedRequest: fields contradict each other, or a message lacks a field of its role.
         """
         choice, form = self.tool_choice or "auto", self.response_format or ResponseFormat("text")
         if (form.type == "json_schema") is (form.json_schema is None):

@@ -31,7 +31,7 @@ class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_field
         """List the prompts, each as text or as token ids.
 
         Raises:
-            RefusedRequest: the list is empty, too long, or mixes texts and token ids.
+            RefusedRequest: the list is empty, mixes texts and token ids, or has more than 1,024 prompts.
         """
         if isinstance(self.prompt, str):
             return (self.prompt,)

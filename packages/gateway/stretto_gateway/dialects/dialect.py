@@ -19,13 +19,12 @@ from stretto_workflows.chat.messages import ChatRequest, SampledTurn
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Kind of request that counts the tokens of a prompt: its path, the record type of its body, decoder and
-    encoder."""
+    """Kind of request that counts the tokens of a prompt."""
 
     path: str
-    body: type[msgspec.Struct]
-    parse: Callable[[bytes], ChatRequest]
-    reply: Callable[[int], bytes]
+    body: type[msgspec.Struct]  #: record type of the body, for the description of the interface
+    parse: Callable[[bytes], ChatRequest]  #: decodes a body; raises RefusedRequest for a wrong field
+    reply: Callable[[int], bytes]  #: encodes the number of tokens as a JSON body
 
 
 class Dialect(Protocol):
@@ -64,7 +63,7 @@ class Dialect(Protocol):
         """Encode the last event of a stream that fails."""
 
     def reply_headers(self, id: str) -> Mapping[str, str]:
-        """Headers that clients of the dialect expect, such as a request id made from the reply's `id`."""
+        """Headers that clients of the dialect expect: a request id made from the reply's `id`."""
 
 
 def refusal(error: RefusedRequest, fields: Mapping[str, str], request: Request | None) -> NotServed:

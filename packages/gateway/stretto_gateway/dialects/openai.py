@@ -27,8 +27,8 @@ from stretto_workflows.chat.messages import SampledToken, SamplingOptions
 
 
 class Piece(NamedTuple):
-    """New text of a completion. `tokens`: its tokens, if the client wants log-probabilities. `finish`: why the
-    completion ended; None except in its last piece."""
+    """New text of a completion. `tokens`: its tokens; empty unless the client wants log-probabilities. `finish`: why
+    the completion ended; None except in its last piece."""
 
     text: str
     tokens: Sequence[SampledToken]
@@ -52,13 +52,13 @@ class CompletionText:
         return not self._with_tokens and not self._stop.looks
 
     def push(self, token: int) -> str:
-        """Add one token of a plain completion (`is_plain`); returns the characters that are complete with it, maybe
-        ""."""
+        """Add one token of a plain completion (`is_plain`); returns the characters that are complete with it, "" if
+        none is."""
         return self._running.push((token,))
 
     def take(self, progress: Progress) -> Piece | None:
-        """Add new tokens; returns the text since the last piece, None if there is nothing to send yet, and after the
-        last piece. Characters that may begin a stop text are held back."""
+        """Add new tokens; returns the piece since the last call that returned one. None if it would have no text and
+        the completion has not ended, and after the last piece. Characters that may begin a stop text are held back."""
         new = progress.segment
         if self._finish is not None:
             return None
@@ -165,10 +165,10 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def check_neutral(self, **further: tuple[object, ...]) -> None:
-        """Check that fields which the engine does not support have values without effect.
+        """Check that fields which the engine does not support are null or have a value without effect.
 
         Args:
-            further: more such fields, with their values without effect.
+            further: such fields beside `NEUTRAL`, each with its values without effect.
 
         Raises:
             RefusedRequest: a field has another value, or `stream_options` is set without `stream`.
@@ -217,8 +217,8 @@ class ChoiceDialect(OpenAIDialect):
 
     @abstractmethod
     def writer(self, request: Any, index: int, text: CompletionText) -> Callable[[Progress], list[Part]]:
-        """Make a function that converts new tokens of choice `index` to entries of `choices`. `text` accumulates the
-        completion."""
+        """Make a function that converts new tokens of choice `index` to entries of `choices`; it returns [] if there is
+        nothing to send yet. `text`: text of this choice, to which the function adds the tokens."""
 
     def text_part(self, index: int, text: str) -> Part | None:
         """Entry of `choices` for a new piece of plain text; None if the dialect's entries always hold more than
@@ -230,7 +230,8 @@ class ChoiceDialect(OpenAIDialect):
         return []
 
     def head(self, request: Any, id: str, created: int, model: str, *, whole: bool) -> dict[str, Any]:
-        """Fields of a reply (`whole`) or of an event, without its choices."""
+        """Fields of a reply (`whole`) or of an event, without its choices and usage. `id`: id of the reply, without
+        prefix. `created`: Unix time in seconds."""
         return {
             "id": self.prefix + id,
             "object": self.object if whole else self.chunk,
@@ -239,7 +240,8 @@ class ChoiceDialect(OpenAIDialect):
         }
 
     def event(self, request: Any, head: Mapping[str, Any], choices: Sequence[Part], usage: Any = None) -> bytes:
-        """Encode one event of a stream; `usage` is included if the client has requested it."""
+        """Encode one event of a stream. `head`: from `head`. `usage`: token counts, included only if the client has
+        requested them; null except in the last event."""
         shown = {"usage": usage} if request.dialect_fields.get("usage") else {}
         return sent_event({**head, "choices": choices, **shown})
 
@@ -251,15 +253,15 @@ class ChoiceDialect(OpenAIDialect):
         return lambda parts: b"".join([b"%b%b%b" % (before, encode(part), after) for part in parts])
 
     def text_encoder(self, request: Any, head: Mapping[str, Any], index: int) -> Callable[[str], bytes] | None:
-        """Make a function that encodes the event for a piece of plain text of choice `index`; the rest of the event is
-        encoded only once. None if `text_part` returns None."""
+        """Make a function that encodes the event for a piece of plain text of choice `index`. The rest of the event,
+        `head` included, is encoded only once. None if `text_part` returns None: the dialect has no such events."""
         if (part := self.text_part(index, _MARK)) is None:
             return None
         before, after = self.event(request, head, [part]).rsplit(encode(_MARK), 1)
         return lambda text: b"%b%b%b" % (before, encode(text), after)
 
     def closing(self, request: Any, head: Mapping[str, Any], usage: Mapping[str, int]) -> bytes:
-        """Encode the last events of a stream: `usage`, if the client has requested it, and the end mark."""
+        """Encode the end of a stream: an event with `usage`, if the client has requested it, and ``[DONE]``."""
         shown = request.dialect_fields.get("usage")
         return (self.event(request, head, [], usage) if shown else b"") + LAST_EVENT
 

@@ -63,9 +63,9 @@ class ServedEngine(Protocol):
     def streaming(
         self, requests: Sequence[GenerateRequest], take: Callable[[NewToken], bool] | None = None
     ) -> AbstractContextManager[Stream]:
-        """Context manager: submit requests, and abort them on exit. It yields an iterator over completions as they end.
-        With `take`, each token is passed to `take` when it is sampled; where `take` returns False, the iterator yields
-        the token.
+        """Context manager: submit requests, and abort them on exit. It yields an iterator over lists of completions, as
+        they end. With `take`, each token is passed to `take` when it is sampled; where `take` returns False, the
+        iterator yields the token, as a `Progress` of its own.
 
         Raises:
             RefusedRequest: one request is refused, and with it all; the iterator may raise it too.

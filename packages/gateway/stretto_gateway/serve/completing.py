@@ -32,6 +32,7 @@ class Completing:
         prompts: requests to the engine, one per prompt.
         name: id of the reply, without a prefix.
         began: start of the request, in seconds of `time.monotonic`.
+        created: Unix time of the reply, in seconds.
         sampled: number of sampled tokens so far.
         first_token: seconds from the start to the first token; None before it.
         last_token: seconds from the start to the end of all completions; None before it.
@@ -54,7 +55,8 @@ class Completing:
         return sum(len(prompt.prompt_token_ids) for prompt in self.prompts)
 
     async def turns(self, stream: Stream) -> list[SampledTurn]:
-        """Wait for all completions of a chat request; returns them as turns, in the order of the choices."""
+        """Wait for all completions of a chat request; returns them as turns, in the order of the choices. `stream`: the
+        engine's iterator over completions."""
         assert isinstance(self.request, ChatRequest)
         found = {progress.member: progress async for new in self._counted(stream) for progress in new}
         return [
@@ -71,13 +73,14 @@ class Completing:
         ]
 
     def take(self, new: NewToken) -> bool:
-        """Send a new token to the client at once. Returns False, without sending it, if the client lags, earlier tokens
-        are still being sent, or `write` has not begun; then the token must come with the stream that `write` reads."""
+        """Send a new token to the client at once; returns True if that is done. Returns False, without sending it, if
+        the client lags, earlier tokens are still being sent, or `write` has not begun. Then the token must come with
+        the stream that `write` reads."""
         return self._send_now is not None and self._send_now(new)
 
     async def write(self, dialect: ChoiceDialect, call: ChatExchange, stream: Stream) -> None:
-        """Send the reply, as a stream of events or whole. `stream`: the engine's iterator over completions or
-        tokens."""
+        """Send the reply to `call`, as a stream of events or whole, as the request wants. `stream`: the engine's
+        iterator over completions (whole reply), or over the tokens that `take` has not sent."""
         request = self.request
         members = [(prompt.id, member) for prompt in self.prompts for member in range(len(prompt.seeds))]
         texts = {member: CompletionText(self.model, request.options) for member in members}

@@ -39,7 +39,7 @@ class Counters:
         self._seconds: dict[str, tuple[int, float]] = {"first_token": (0, 0.0), "last_token": (0, 0.0)}
 
     def replied(self, path: str, status: int) -> None:
-        """Count a request, when its reply begins."""
+        """Count a reply that begins, by path and HTTP status."""
         self._requests[path, status] += 1
 
     def completed(self, prompt: int, sampled: int, first_token: float | None, last_token: float) -> None:

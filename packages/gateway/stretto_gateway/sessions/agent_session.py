@@ -35,7 +35,7 @@ _CALL_ID = 9  # letters and digits, as Mistral's templates want
 
 
 class SessionEnded(NotServed):
-    """Error: the session of the request has ended."""
+    """Error reply (409): the session of the request has ended. `session`: its id."""
 
     def __init__(self, session: str) -> None:
         super().__init__(409, f"session: {session} has ended; open another one", code="session_ended")
@@ -48,7 +48,7 @@ class TurnRecord(Record, frozen=True):
         turn: the reply to the agent's request.
         node: id of its tokens in the session's forest.
         behind: id of the turn whose history it continues; "" for none.
-        new: messages between that history and this turn.
+        new: messages between that history and this turn; all messages if there is none.
         tools: tools that the request offered.
         key: idempotency key of the request; "" for none.
     """
@@ -62,8 +62,8 @@ class TurnRecord(Record, frozen=True):
 
 
 class GivenRewards(Record, frozen=True):
-    """Rewards given over HTTP: of the trajectory, and of turns by node. `nodes`: turns that the agent had received when
-    the last reward was given."""
+    """Rewards given over HTTP: of the trajectory (None: not given), and of turns by node. `nodes`: turns that the agent
+    had received when the last reward was given."""
 
     reward: float | None = None
     by_turn: Mapping[int, float] = {}
@@ -154,7 +154,8 @@ class AgentSession:
 
         Raises:
             SessionEnded: the session has ended, or ends meanwhile.
-            RefusedRequest: a field is wrong, or the session has too many turns.
+            RefusedRequest: a field is wrong, the idempotency key belongs to another request, the prompt leaves no room
+                in the context, or the session has too many turns.
             EngineLost, DeadlineExceeded: the turn failed; the client may try again.
         """
         if self.state == "ended" and (known := self._keyed.get(attempt.key)) and known[0] == digest_of(request):
@@ -185,9 +186,9 @@ class AgentSession:
         return len((await self._prompt(self._history(request), request.tools)).tokens)
 
     def give(self, reward: float, node: int | None) -> None:
-        """Set the reward of the trajectory (`node` None), or of the turn `node`. It is not recorded here: call
-        `Host.rewarded`. After a crash, rewards are dropped unless the agent repeats all turns that it had when it gave
-        them.
+        """Set the reward of the trajectory (`node` None), or of the turn `node`, in place of an earlier one. It is not
+        recorded here: call `Host.rewarded`. After a crash, rewards are dropped unless the agent repeats all turns that
+        it had when it gave them.
 
         Raises:
             RefusedRequest: there is no such turn, or the reward is out of bounds.
@@ -214,8 +215,8 @@ class AgentSession:
         return next(iter(self.unanswered.values()), "")
 
     def fail(self, why: str) -> None:
-        """Set a failure that the agent reports, with its reason `why`, which makes the trajectory undecided; "" changes
-        nothing."""
+        """Note a failure that the agent reports, with its reason `why`: the trajectory becomes undecided. Does nothing
+        for ""."""
         if why:
             self.unanswered[b"failed"] = f"the agent failed: {why[:_SHOWN]}"
 

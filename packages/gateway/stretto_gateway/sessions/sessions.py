@@ -48,10 +48,10 @@ class Host(Protocol):
         """
 
     async def rewarded(self, session: AgentSession) -> None:
-        """Record the rewards of the session."""
+        """Record the rewards of the session (`AgentSession.given`), after one of them was set."""
 
     async def ended(self, session: AgentSession) -> None:
-        """Record the end of the session."""
+        """Record the end of the session. The caller ends it afterwards (`AgentSession.end`)."""
 
 
 class SessionTable:
@@ -69,8 +69,8 @@ class SessionTable:
         self._dropped.pop(session.key, None)
 
     def retire(self, session: AgentSession) -> None:
-        """Record that a session has ended. The last 64 ended sessions stay in the table. Of older ones only the keys
-        are remembered, for `dropped`, and only the newest keys."""
+        """Note that a session of the table has ended. The last 64 ended sessions stay in the table. Of older ones only
+        the keys are remembered, for `dropped`, and only the newest 16,384."""
         self._ended.append(session)
         while len(self._ended) > _SHOWN:
             old = self._ended.popleft()
@@ -79,13 +79,13 @@ class SessionTable:
                 self.drop(old.key, old.id)
 
     def drop(self, key: str, id: str) -> None:
-        """Remember of an ended session no more than its key and id, for `dropped`; only the newest keys are kept."""
+        """Remember the key and id of an ended session, for `dropped`; the newest 16,384 are kept."""
         self._dropped[key] = id
         while len(self._dropped) > _RETIRED:
             del self._dropped[next(iter(self._dropped))]
 
     def of_key(self, key: str) -> AgentSession | None:
-        """Session with this key, or None."""
+        """Session of the table with this API key, open or ended; None if there is none."""
         return self._by_key.get(key)
 
     def dropped(self, key: str) -> str | None:
@@ -94,11 +94,11 @@ class SessionTable:
         return self._dropped.get(key)
 
     def named(self, id: str) -> AgentSession | None:
-        """Session with this id, or None."""
+        """Session of the table with this id, open or ended; None if there is none."""
         return self._by_id.get(id)
 
     def open_ones(self) -> list[AgentSession]:
-        """Sessions that have not ended."""
+        """List the sessions of the table that have not ended."""
         return [session for session in self._by_id.values() if session.state == "open"]
 
 
@@ -145,7 +145,8 @@ class FolderRecord:
         self._path = path
 
     def write(self, line: Line) -> None:
-        """Append a line, completely or not at all. It survives a kill of the process, but is not synced to disk.
+        """Append a line to the file, completely or not at all. It survives a kill of the process, but is not synced to
+        disk.
 
         Raises:
             OSError: the line cannot be written, and the file is as before.
