@@ -51,8 +51,8 @@ Named = Sequence[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class SglangOrders:
-    """Makes the HTTP requests for SGLang since 0.5.23, in which an update has a begin and an end. `flush_cache`: drop
-    the KV cache with the update."""
+    """Makes the HTTP requests for SGLang since 0.5.23, in which an update has a begin and an end. `group`: name of the
+    process group; `backend`: "gloo" or "nccl"; `flush_cache`: drop the KV cache with the update."""
 
     group: str
     backend: str = "nccl"
@@ -66,7 +66,7 @@ class SglangOrders:
         return "/begin_weight_update", {}
 
     def receive(self, tensors: Named, version: int | None) -> Order:
-        """Request to receive these tensors. `version`: given with the last tensors of an update, otherwise None."""
+        """Make the request to receive these tensors. `version`: None except for the last tensors of an update."""
         names, dtypes, shapes = _described(tensors)
         order: dict[str, object] = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": self.group}
         order["flush_cache"] = self.flush_cache and version is not None
@@ -195,7 +195,8 @@ class Broadcast:
         )
 
     async def send(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Send the tensors to the paused server as `version`. After any error the group is closed.
+        """Send the tensors to the paused server as `version`; call it after `open`. After any error the group is
+        closed, and server and group are unusable.
 
         Raises:
             EngineLost: a broadcast failed or took too long, or the server's connection broke.
@@ -358,7 +359,8 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def _own_address(server: str) -> str:
-    """IP address (no port) at which the server can reach this machine, found by opening a connection to the server."""
+    """IP address (no port) at which `server` (``host:port``) can reach this machine, found by opening a connection to
+    it. Raises OSError if that fails."""
     _, host, port = split_address(server)
     with socket.create_connection((host.strip("[]"), port), LOOK_SECONDS) as probe:
         address: str = probe.getsockname()[0]

@@ -40,7 +40,8 @@ def check_running_servers(
         prompts: token ids of the run's prompts.
 
     Raises:
-        RecipeError: servers do not answer, are too old, or serve another model; names each.
+        RecipeError: servers do not answer, are too old, serve another model or a shorter context, or tokenize in
+            another way; names each.
     """
     texts = [tokenizer.decode(prompt) for prompt in prompts[:_PROBES]]
     probe = {text: list(tokenizer.encode(text)) for text in texts}

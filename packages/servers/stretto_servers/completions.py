@@ -21,12 +21,15 @@ class OpenCompletion:
     the server tells the versions of its tokens at the end. Until then, tokens sampled after an update are uncertain.
 
     Attributes:
+        member: index of the completion in its request.
         limit: most tokens: `max_tokens`, or the room in the context.
+        watch: finds the end of a stop text in the tokens; None if the request has no stop texts.
+        interrupted: number of weight updates that interrupted it.
         told: number of tokens of the request in progress.
         uncertain: number of these, the last ones, whose version is not known yet.
         asked: whether a request is in progress.
         had: versions that the server has had during the request in progress.
-        done: whether it was passed to its stream.
+        done: whether the completion has ended and was passed to its stream.
     """
 
     request: GenerateRequest
@@ -123,7 +126,8 @@ class OpenCompletion:
         return "length" if len(self.token_ids) >= self.limit else ""
 
     def check_end(self, reason: str) -> None:
-        """Check the server's reason for the end of the completion, so that no truncated one is trained on as complete.
+        """Check the server's reason for the end of the completion ("stop" or "length"; others pass), so that no
+        truncated one is trained on as complete.
 
         Raises:
             WireError: "stop" without a stop token, or "length" before the limit.
@@ -137,10 +141,11 @@ class OpenCompletion:
             )
 
     def stamp(self, spans: tuple[tuple[str, int, int], ...], *, loaded: bool) -> None:
-        """Set the versions of the finished request's tokens from the server's spans (version, start, end).
+        """Set the versions of the finished request's tokens from the server's spans (version, start, end), if an update
+        came meanwhile; otherwise only compare. `spans` may be empty then.
 
         `loaded`: whether the server has loaded a version. The weights that it was started with are then no version of
-        it: a server that tells of them was started again meanwhile, or is another one at the same address.
+        it: a server that reports them was started again meanwhile, or is another one at the same address.
 
         Raises:
             WireError: the spans contradict the versions that the server has had.
@@ -160,19 +165,20 @@ class OpenCompletion:
         self.uncertain = 0
 
     def plainly_sampled(self) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Prompt and all tokens so far, and the log-probabilities of the current request's tokens. The latter are empty
-        if sampling has a temperature other than 1 or a filter."""
+        """Prompt and all tokens so far, and the log-probabilities of the current request's tokens, which are the last
+        ones. The latter are empty if no request is in progress, or sampling has a temperature other than 1 or a
+        filter."""
         sampling = self.request.sampling
         plain = self.asked and sampling.temperature == 1 and not sampling.filtered
         told = tuple(self.logprobs[-self.told :]) if plain and self.told else ()
         return (*self.request.prompt_token_ids, *self.token_ids), told
 
     def distrust(self) -> None:
-        """Treat all tokens of the current request as uncertain, so that `segment` leaves them out."""
+        """Mark all tokens of the current request as uncertain, so that `segment` leaves them out."""
         self.uncertain = self.told
 
     def segment(self, known: int) -> Segment:
-        """Tokens after the first `known` ones, up to the first uncertain one."""
+        """Tokens after the first `known` ones, up to the first one of uncertain version, as an unfinished segment."""
         end = len(self.token_ids) - self.uncertain
         return Segment.of(
             token_ids=tuple(self.token_ids[known:end]),

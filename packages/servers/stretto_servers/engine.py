@@ -68,9 +68,11 @@ class _Counts:
 
 
 class ExternalEngine:
-    """Backend that samples with an inference server of another make (satisfies `engine.backend.Backend`).
+    """Backend that samples with an inference server of another make (satisfies `engine.backend.Backend`). It must be
+    made in a running event loop.
 
     Args:
+        name: the engine's name in errors and spans.
         make: client of the server.
         weights: gives published versions as folders.
         stop_texts: finds stop texts in sampled tokens.
@@ -110,7 +112,7 @@ class ExternalEngine:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """Check that no request has a grammar, which other servers do not get.
+        """Check that no request has a grammar, which servers of other makes do not get. Nothing is sent.
 
         Raises:
             RefusedRequest: a request has one.
@@ -119,11 +121,11 @@ class ExternalEngine:
             raise RefusedRequest("sampling.grammar", "a grammar", f"none: {self.name} is not the embedded engine")
 
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
-        """Start all completions of the requests on the server; returns the stream of their results.
+        """Start a task for each completion of the requests; returns the stream of their results.
 
         Raises:
             RefusedRequest: a request is invalid, or its id is in use; none is started.
-            EngineLost: the engine is stopping.
+            EngineLost: the engine has failed.
         """
         self._check_working()
         taken = set(self._open)
@@ -152,7 +154,8 @@ class ExternalEngine:
         return stream
 
     def close(self, request: str) -> None:
-        """End a request: unfinished completions are aborted on the server, by closing their connections."""
+        """End the request with this id: unfinished completions are aborted on the server, by closing their connections.
+        Does nothing for an unknown id."""
         opened = self._open.pop(request, [])
         if not all(completion.done for completion in opened):  # without one completion the whole group is wasted
             self._counts.wasted += sum(len(completion.token_ids) for completion in opened)
@@ -239,8 +242,9 @@ class ExternalEngine:
         return ended
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """New tokens of unfinished completions up to the first one of uncertain version, by request and member.
-        `known`: number of tokens of each member that the caller already has, by request."""
+        """New tokens of completions up to the first one of uncertain version, by request and member. Requests that are
+        not open, and members without new tokens, are left out. `known`: number of tokens of each member that the caller
+        already has, by request."""
         found: Partials = {}
         for request, counts in known.items():
             for completion in self._open.get(request, ()):
@@ -286,9 +290,9 @@ class ExternalEngine:
 
     async def _sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
         """Recompute log-probabilities of sampled tokens with the version that sampled them, before an update. Returns
-        pairs (as sampled, as recomputed) for about `wanted` tokens of open completions; fewer if the server does not
-        score them now. Completions with a temperature or filters are left out, because a server scores without them.
-        Empty with "keep", because the KV cache has entries of earlier versions."""
+        pairs (as sampled, as recomputed) for about `wanted` tokens of open completions; fewer if there are no more, or
+        the server does not score them now. Completions with a temperature or filters are left out, because a server
+        scores without them. Empty with "keep", because the KV cache has entries of earlier versions."""
         if self._keep or not wanted:
             return ()
         start, pairs, most = time.monotonic(), list[tuple[float, float]](), _AGAIN_TOKENS
@@ -352,8 +356,8 @@ class ExternalEngine:
         return scores
 
     def _mark_running(self, version: int) -> None:
-        """Add the new version to the versions of each running request. Requests that have tokens count as interrupted.
-        Only at its end does the server report which version sampled each token."""
+        """Note for each running request that the server will have this `version` too. Requests that have tokens count
+        as interrupted. Only at a request's end does the server report which version sampled each token."""
         for completion in itertools.chain.from_iterable(self._open.values()):
             if completion.asked:
                 completion.had.append(version)
@@ -375,8 +379,8 @@ class ExternalEngine:
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Wait until the engine fails, and raise its error. At the end, also if cancelled, all open completions are
-        broken off and the connections closed."""
+        """Wait until the engine fails, and raise its error; never returns. At the end, also if cancelled, all open
+        completions are broken off and the connections to the server closed."""
         try:
             await asyncio.shield(self._failure)
         finally:
@@ -395,8 +399,9 @@ class ExternalEngine:
         return [await self._make.score(text) if len(text) > 1 else () for text in texts]
 
     async def health(self) -> EngineHealth:
-        """Version of the weights, length of the queue, and counters. Requests that wait in the server count as running.
-        If the server does not report its occupancy, the share of the recipe's slots in use stands for it.
+        """Version of the weights, numbers of completions, and counters. Requests that wait in the server count as
+        running. `needed` is the share of the recipe's slots in use, or that of the server's KV cache if it reports a
+        larger one.
 
         Raises:
             EngineLost: the engine has failed.

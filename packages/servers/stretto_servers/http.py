@@ -26,7 +26,7 @@ _LARGEST_EVENT = 64 << 20
 
 
 class JsonServer:
-    """Client of one server. Calls may overlap; each uses its own connection."""
+    """HTTP client of one inference server. Calls may overlap; each uses its own connection."""
 
     def __init__(self, name: str, address: str, *, seconds: float, token_seconds: float) -> None:
         """Create a client of the server at `address`; nothing is sent yet.
@@ -89,8 +89,8 @@ class JsonServer:
         return 0
 
     async def events(self, path: str, message: object) -> AsyncGenerator[bytes]:
-        """Post a message; yields the data of each server-sent event of the reply, without ``[DONE]``. Leaving the
-        iteration closes the connection.
+        """Post a message, as JSON; yields the data of each server-sent event of the reply, without ``[DONE]``. Leaving
+        the iteration closes the connection.
 
         A server that has no room now (status 429 or 503) is asked again, until `token_seconds` are over.
 
@@ -149,9 +149,9 @@ def _data(event: bytes) -> bytes:
 
 
 def refused(server: str, path: str, status: int, body: bytes) -> WireError | EngineLost:
-    """Make the error for an HTTP error reply, with the server's message: a RefusedRequest if the status means a mistake
-    in the request, an EngineLost if the server has no room or cannot be reached, which says nothing against what it has
-    sent before, otherwise a WireError."""
+    """Make the error for an HTTP error reply to `path`, with the server's message: RefusedRequest if the status means a
+    mistake in the request (400, 413, 422); EngineLost if the server has no room (429, 503) or a proxy cannot reach it
+    (502, 504), which says nothing against what it has sent before; otherwise WireError."""
     said = body.decode(errors="replace")[:_SHOWN]
     with suppress(AttributeError, KeyError, TypeError, *UNREADABLE):
         told = msgspec.json.decode(body)

@@ -47,8 +47,8 @@ def check_keys(recipe: Recipe, here: bool) -> None:
 
 
 def make_of_recipe(recipe: Recipe) -> Capabilities:
-    """Return the capabilities of the recipe's kind of engine. `oldest` is the oldest release that the recipe can
-    use."""
+    """Capabilities of the recipe's kind of engine. Their `oldest` is the oldest release that the recipe can use, which
+    is later with `weights.medium` "broadcast"."""
     make = capabilities_of(recipe.engine.kind)
     return replace(make, oldest=max(make.oldest, make.broadcast)) if recipe.weights.medium == "broadcast" else make
 
@@ -136,8 +136,9 @@ def _interpreter(config: EngineConfig, make: Capabilities) -> Iterator[Problem]:
 
 
 def check_model(recipe: Recipe, base: ModelFolder) -> None:
-    """Check that the recipe's make of server computes the model as transformers does, so far as the config shows it
-    (`check_window` has the rest), and that a CPU server on this machine has an attention kernel for its head size.
+    """Check that the recipe's make of server computes the model in the folder `base` as transformers does, so far as
+    the config shows it (`check_window` has the rest), and that a CPU server on this machine has an attention kernel for
+    its head size. Passes for the native engine.
 
     Raises:
         RecipeError: the server skips the model's output matrix, or has no such kernel.
@@ -172,9 +173,10 @@ def _untied_head(base: ModelFolder, make: Capabilities) -> Iterator[Problem]:
 
 def check_window(recipe: Recipe, base: ModelFolder, longest: int) -> None:
     """Check that the recipe's make of server computes the model's sliding window, or that no sequence is longer.
+    Passes for the native engine.
 
     Args:
-        longest: tokens of the longest sequence.
+        longest: tokens of the longest sequence: prompt and completion.
 
     Raises:
         RecipeError: the server computes full attention, and a sequence is longer than the window.
@@ -190,11 +192,11 @@ def check_window(recipe: Recipe, base: ModelFolder, longest: int) -> None:
 
 
 def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
-    """Check every server of `engine.addresses`: request its model, and its tokens of some of the prompts. Does nothing
-    without addresses. `prompts`: token ids.
+    """Check every server of `engine.addresses`: request its model, and its tokens of some of the prompts. Passes
+    without addresses. `base`: the policy's folder. `prompts`: token ids of each.
 
     Raises:
-        RecipeError: a server does not reply, or serves another model; names each of them.
+        RecipeError: the errors of `check_running_servers`.
     """
     if recipe.engine.addresses:
         needed = min(base.context_length, max(map(len, prompts)) + recipe.sampling.max_tokens)

@@ -44,8 +44,9 @@ class Delta(Record, frozen=True):
 
 @dataclass(frozen=True)
 class Continuation:
-    """Request to generate the rest of one completion. `token_ids`: prompt and completion so far. `max_tokens`: limit of
-    the rest."""
+    """Request to generate the rest of one completion. `id`: unique for the server. `token_ids`: prompt and completion
+    so far. `max_tokens`: limit of the rest, in place of that of `sampling`. `top_logprobs`: number of likeliest tokens
+    to report for each position."""
 
     id: str
     token_ids: Sequence[int]
@@ -126,8 +127,8 @@ class Make(Protocol):
         """Resume sampling with the loaded weights."""
 
     async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        """Score a text: log-probabilities at temperature 1 of all its tokens but the first. The server must not be
-        paused.
+        """Score a text: log-probabilities of all its tokens but the first, at temperature 1 without filters. The server
+        must not be paused.
 
         Raises:
             WireError: a reply differs from the documentation of this make.
@@ -139,10 +140,11 @@ class Make(Protocol):
 
     @property
     def read(self) -> int:
-        """Number of bytes of weights that the server has read so far, as far as known; grows during a load."""
+        """Number of bytes that the server has read from the folder of the last load, as far as known; grows during a
+        load."""
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the server, which goes on."""
 
 
 _CACHED_TOKENS = 288  # more than two of the largest KV cache blocks that servers use by default
@@ -217,9 +219,9 @@ def make_of(kind: str, http: JsonServer, load_seconds: float) -> Make:
 
 
 def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = None) -> Launch:
-    """Command and environment that start a server of `config.kind` on a port. `model`: model folder. `room`: its memory
-    on the GPUs, passed by flags from the class's `flags_of_room`, unless `engine.arguments` have these flags. None, or
-    a server on the CPU: there are no such flags."""
+    """Make the command and environment that start a server of `config.kind` on a port. `model`: model folder. `room`:
+    its memory on the GPUs, passed by flags from the class's `flags_of_room`, unless `engine.arguments` have these
+    flags. There are no such flags if `room` is None, the server runs on the CPU, or the class lacks the method."""
     make = MAKES.load(config.kind)
     launch: Launch = getattr(make, "launch")(config, model, port)  # noqa: B009  # of the class
     told = {word.partition("=")[0] for word in config.arguments}
@@ -231,7 +233,8 @@ def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = N
 
 
 def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
-    """Check the class of `engine.kind` without starting a server; yields a description of each fault."""
+    """Check the class of `engine.kind` without starting a server; yields a description of each fault, nothing for a
+    usable class. `model`: model folder, passed to its `launch`."""
     make = MAKES.load(config.kind)
     if lacking := [name for name in (*_METHODS, "launch") if not callable(getattr(make, name, None))]:
         yield f"has no method {', '.join(lacking)} (docs/how_to/doors/engine.md)"

@@ -44,7 +44,7 @@ _SPARE_DESCRIPTORS = 64  # for logs, weights, and orders to the server
 
 def main(arguments: list[str]) -> int:
     """Run the role until the conductor ends it; returns the exit code (see `channel.run_role`). After an error, its
-    message is the last line of the log."""
+    message is the last line of the log. `arguments`: an `EngineSpec` as JSON."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()
     return run_role(
@@ -117,7 +117,8 @@ async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> Externa
 
 def most_connections() -> int:
     """Raise the limit of this process's open files as far as the system allows, and return how many requests to the
-    server may be open at once: half of the descriptors that are free, since the requests of clients need some too."""
+    server may be open at once: half of the descriptors that are free, since the requests of clients need some too.
+    `sys.maxsize` if there is no limit."""
     most, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):  # the system allows less than it says
         resource.setrlimit(resource.RLIMIT_NOFILE, (highest, highest))

@@ -24,8 +24,9 @@ _GUARD = "stretto_servers.guard"
 
 
 def reserve_port() -> socket.socket:
-    """Bind an unused port of the loopback interface (`port_of`). Until the socket is closed, the system gives the port
-    to nobody else, and a server may listen on it if it sets SO_REUSEADDR, as vLLM, SGLang and most servers do."""
+    """Bind an unused port of the loopback interface (`port_of`) and return the socket, which the caller closes. Until
+    then the system gives the port to nobody else, and a server may listen on it if it sets SO_REUSEADDR, as vLLM,
+    SGLang and most servers do."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     reserved.bind(("127.0.0.1", 0))
@@ -39,15 +40,16 @@ def port_of(reserved: socket.socket) -> int:
 
 
 class ServerProcess:
-    """A server that this process starts through a guard (`stretto_servers.guard`), so that it ends with this
-    process."""
+    """A server that this process started by `start`, through a guard (`stretto_servers.guard`), so that it ends with
+    this process."""
 
     def __init__(self, name: str, guard: asyncio.subprocess.Process) -> None:
         self.name, self._guard = name, guard
 
     @classmethod
     async def start(cls, name: str, launch: Launch) -> ServerProcess:
-        """Start the server; its output goes to the output of this process. `name`: the engine's, for errors."""
+        """Start the server; its output goes to the output of this process. Returns at once: see `until_ready`. `name`:
+        name of the engine, for errors."""
         guard = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", _GUARD, "env", *_changed(launch.environment), *launch.command),
             stdin=asyncio.subprocess.PIPE,
@@ -56,7 +58,7 @@ class ServerProcess:
         return cls(name, guard)
 
     async def ended(self) -> RoleDied:
-        """Wait for the end of the server; returns an error that says how it ended."""
+        """Wait for the end of the server; returns (does not raise) an error that says how it ended."""
         code = await self._guard.wait()
         killed = code - 128 in set(signal.Signals)
         return RoleDied(f"the server of {self.name}", describe_exit(128 - code if killed else code))
@@ -80,7 +82,7 @@ class GivenServer:
         self.name, self._address, self._make = name, address, make
 
     async def ended(self) -> RoleDied:
-        """Wait until the server has not answered for 20 s; returns an error that says so."""
+        """Wait until the server has not answered for 20 s; returns (does not raise) an error that says so."""
         return await _silence(f"the server {self._address}", self._make)
 
     async def stop(self) -> None:
@@ -94,7 +96,7 @@ async def until_ready(server: Server, make: Make, seconds: float) -> None:
     """Wait until the server accepts requests. `make`: client of the server.
 
     Raises:
-        RoleDied: the server ended instead.
+        RoleDied: the server ended instead, or (at a given address) did not answer for 20 s.
         DeadlineExceeded: it did not accept requests within `seconds`.
     """
     ended, answering = asyncio.create_task(server.ended()), asyncio.create_task(_answers(make))

@@ -157,7 +157,8 @@ class SglangServer:
 
     @staticmethod
     def launch(config: EngineConfig, model: str, port: int) -> Launch:
-        """Command and environment that start a server. `engine.arguments` come last, so that they override others."""
+        """Command and environment that start a server of the folder `model` on the loopback interface.
+        `engine.arguments` come last, so that they override others."""
         options = {
             "--model-path": model,
             "--host": "127.0.0.1",
@@ -190,8 +191,8 @@ class SglangServer:
 
 
 def _tokens_of_gpus(config: EngineConfig, model: str) -> int:
-    """Number of tokens that the KV cache of one engine holds. KV heads are divided among its GPUs; if there are fewer
-    heads than GPUs, they are replicated."""
+    """Number of tokens that the KV cache of one engine holds (`engine.cache_gib`). KV heads are divided among its GPUs;
+    if there are fewer heads than GPUs, they are replicated. `model`: model folder."""
     folder = inspect_model_folder(Path(model))
     heads, item = max(folder.kv_heads, config.gpus), 4 if config.dtype == "float32" else 2
     return config.cache_bytes // (2 * folder.layers * heads * folder.head_dim * item)

@@ -34,7 +34,7 @@ class FolderAsItIs:
         return 0
 
     def folder_of(self, version: int, /) -> Path:
-        """Folder with the verified weights of `version`.
+        """Folder in which the verified weights of `version` lie, until the next call.
 
         Raises:
             TornPublication: the publication is damaged.
@@ -44,7 +44,8 @@ class FolderAsItIs:
 
 
 class StagedWeights(FolderAsItIs):
-    """Copy of the model folder, made of links, in which the weights link to the last version that was requested."""
+    """Copy of the folder `model` in `folder`, which is created: its files are links, and the weights are a link to the
+    version that was requested last. `subscriber` verifies published versions."""
 
     def __init__(self, subscriber: SharedMemorySubscriber, model: Path, folder: Path) -> None:
         super().__init__(folder)

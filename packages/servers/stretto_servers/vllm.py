@@ -154,7 +154,8 @@ class VllmServer:
 
     @staticmethod
     def launch(config: EngineConfig, model: str, port: int) -> Launch:
-        """Command and environment that start a server. `engine.arguments` come last, so that they override others."""
+        """Command and environment that start a server of the folder `model` on the loopback interface.
+        `engine.arguments` come last, so that they override others."""
         options = {
             "--model": model,
             "--host": "127.0.0.1",

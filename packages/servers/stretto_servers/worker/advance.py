@@ -16,7 +16,8 @@ _SUFFIX = ".advance"
 
 
 class Advance:
-    """Counter of the bytes that this worker process has read from `folder`, earlier loads included."""
+    """Counter of the bytes that this worker process has read from `folder`, earlier loads included; kept in a file
+    there."""
 
     def __init__(self, folder: str) -> None:
         self._file = Path(folder, f"{os.getpid()}{_SUFFIX}")

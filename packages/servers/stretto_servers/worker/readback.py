@@ -36,8 +36,8 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 @dataclass
 class Sums:
     """Sums over the parts of one tensor that were added so far, modulo 2^64. `dtype`: data type, as safetensors names
-    it. `unit`: bytes per summand. `count`: number of elements. `plain`: sum of the summands. `placed`: sum of each
-    summand times its position in the tensor."""
+    it. `unit`: bytes per summand. `count`: number of elements. `plain`: sum of the summands, as signed integers.
+    `placed`: sum of each summand times its position in the tensor."""
 
     dtype: str
     unit: int
@@ -71,14 +71,15 @@ class Sums:
         self.placed = (self.placed + other.placed) % _MODULUS
 
     def are(self, whole: Sums) -> bool:
-        """Whether these are the sums of `whole`, or of several complete copies of it."""
+        """Whether these are the sums of the same tensor as `whole`, or of several complete copies of it. False if
+        nothing was added. Dtype and unit are not compared."""
         copies, rest = divmod(self.count, max(1, whole.count))
         times = (copies * whole.plain % _MODULUS, copies * whole.placed % _MODULUS)
         return copies > 0 and not rest and (self.plain, self.placed) == times
 
     def take(self, block: Tensor, row: int, column: int, width: int) -> None:
         """Add a block [rows, columns] of a tensor with `width` elements per row. The block begins at (row, column) of
-        the tensor."""
+        the tensor, counted in elements."""
         if not block.numel():
             return
         plain, unit, size = block.detach() + 0, self.unit, block.element_size()  # adding 0 makes -0 to 0
@@ -92,7 +93,7 @@ class Sums:
         self.placed = (self.placed + int((down * rows).sum()) + int((along * columns).sum())) % _MODULUS
 
     def add_padding(self, *blocks: Tensor) -> None:
-        """Add blocks of padding outside the tensor. Each non-zero element changes the sums."""
+        """Add blocks of padding outside the tensor: each non-zero element adds 1 to `plain`."""
         self.plain = (self.plain + sum(int(block.count_nonzero()) for block in blocks)) % _MODULUS
 
 
@@ -133,8 +134,8 @@ def held(
 
 @dataclass
 class _Part:
-    """Part of a layer's memory that belongs to one published tensor, at (row, column) of it. `blocks` iterates over
-    blocks of the part, each with its position within the part."""
+    """Part of a layer's memory that belongs to one published tensor, called `name`, at (row, column) of it. `blocks`
+    iterates over blocks of the part: row and column within the part, and the numbers."""
 
     name: str
     dtype: torch.dtype
@@ -160,8 +161,9 @@ def _parts(name: str, module: Any) -> Iterator[_Part]:
 
 
 def _slices(last: str, module: Any, rows: int) -> list[tuple[str, int, int, int]]:
-    """Split a layer's rows by published layer: name of the published layer, first row and end here, and the position of
-    the first row there. `last`: last part of the layer's name. `rows`: number of rows, -1 for a packed layer."""
+    """Split a layer's rows by published layer: name of the published layer, first row and end (exclusive) here, and the
+    row of the published tensor at which they begin. `last`: last part of the layer's name. `rows`: number of rows, -1
+    for a packed layer."""
     rank = _rank(module)
     if hasattr(module, "shard_indices"):  # an embedding or output layer with a padded vocabulary
         own = module.shard_indices
