@@ -70,8 +70,8 @@ def recorded_join_file(folder: Path) -> JoinFile | None:
 
 
 def bound(listen: str, port: int | None = None) -> socket.socket:
-    """Bind a socket to ``host:port`` of this machine, or to another `port` on that host (None: the address's own). An
-    empty host means every interface.
+    """Bind a socket to `listen`, a ``host:port`` of this machine, or to another `port` on that host (None: that of
+    `listen`). An empty host means every interface. The socket does not listen yet.
 
     Raises:
         RecipeError: the address is malformed, or cannot be bound.

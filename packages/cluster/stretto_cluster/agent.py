@@ -119,7 +119,7 @@ class _Seat:
 
 async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Event) -> str:
     """Join a run and serve it until it dismisses this machine; join again after a loss. Return why the work is over:
-    the reason of the dismissal, or "left".
+    the reason of the dismissal, or "left" if `leave` was set without one.
 
     `say` gets sentences for the user. `leave`, once set, asks the conductor to drain the roles and dismiss the machine.
 
@@ -209,8 +209,8 @@ class _Session:
         return session
 
     async def work(self, leave: asyncio.Event) -> Dismissed | str:
-        """Carry out orders until the connection or the work ends. Return the dismissal, or the reason as text. All
-        roles have ended by then."""
+        """Carry out the conductor's orders until it dismisses the machine (returns the dismissal), or the connection is
+        lost (returns the reason as text). All roles have ended by then, and the temporary folders are removed."""
         tasks: list[asyncio.Future[object]] = [
             asyncio.ensure_future(work)
             for work in (

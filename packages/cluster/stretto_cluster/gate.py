@@ -53,7 +53,8 @@ class Doors:
 
     Attributes:
         terms: returns the current terms of the run.
-        joined: called with each machine that has joined and has the model.
+        joined: called with each machine that has joined and has the model; may raise StrettoError, ValueError or
+            OSError for one that cannot be used, which is then dismissed.
         scale: carries out `stretto scale` for this number of engines; returns a sentence, or raises StrettoError.
         say: takes a sentence for the log.
         logs: folder for the logs of roles on other machines.
@@ -71,8 +72,8 @@ class Doors:
 
 
 class Gate:
-    """Listener for machines, commands, and other conductors of the run. `machines`: those that are connected, by
-    name."""
+    """Listener for machines, commands, and other conductors of the `run`, which prove its `token`. `machines`: those
+    that are connected, by name."""
 
     def __init__(self, run: str, token: str, doors: Doors) -> None:
         self._run, self._token, self._doors = run, token, doors
@@ -99,13 +100,14 @@ class Gate:
         return f"{listen.rpartition(':')[0] or '0.0.0.0'}:{reserved.getsockname()[1]}"
 
     def publish(self, version: int) -> None:
-        """Tell every machine that `version` can be pulled."""
+        """Tell every connected machine that `version` can be pulled."""
         for machine in self.machines.values():
             machine.publish(version)
 
     async def close(self, why: str, again: bool = False) -> None:
-        """Stop listening, dismiss every machine, and wait until all have left, 5 s at most. `why`: the reason that
-        machines get; `again`: they may try to join later, because the run may be resumed."""
+        """Stop listening, dismiss every machine, wait until all have left, 5 s at most, and close the connections of
+        the others. `why`: the reason that machines get; `again`: they may try to join later, because the run may be
+        resumed."""
         for server in self._servers:
             server.close()
         for machine in self.machines.values():
@@ -206,7 +208,7 @@ class Gate:
         finally:
             await cancel_and_wait([prepared])
             del self.machines[name]
-            machine.is_lost("was cut off")
+            machine.mark_lost("was cut off")
 
     async def _introduce(self, machine: JoinedMachine) -> None:
         """Pass a machine to `joined` once it has the model. A machine that asks to leave before, or that `joined` finds

@@ -96,8 +96,8 @@ class GuestEngine(HttpEngine):
                 self._asked.pop(id, None)
 
     def _check(self, completion: Completion, request: GenerateRequest | None) -> None:
-        """Raise EngineLied if a completion was not requested (`request` None), does not begin with the tokens of its
-        request, or has tokens that `_check_segment` refuses."""
+        """Raise EngineLied if a completion was not requested (`request` None, or another member), does not begin with
+        the tokens that its request has for it, or has tokens that `_check_segment` refuses."""
         if request is None or not 0 <= completion.member < len(request.seeds):
             raise EngineLied(self.name, f"sent a completion of {completion.request!r} that it was not asked for")
         prefix = request.prefixes[completion.member] if request.prefixes else Segment()
@@ -110,9 +110,9 @@ class GuestEngine(HttpEngine):
             raise EngineLied(self.name, str(lie)) from None
 
     def _check_segment(self, segment: Segment, request: str, most: float) -> None:
-        """Check tokens of a request: their number, at most `most`, ids, log-probabilities and versions. Once they are
-        in a batch nobody can drop them, and a token that the model does not have would end every trainer that is given
-        the batch.
+        """Check new tokens for the request with the id `request`: their number, at most `most`, ids, log-probabilities
+        and versions. Once they are in a batch nobody can drop them, and a token that the model does not have would end
+        every trainer that is given the batch.
 
         Raises:
             WireError: names what is wrong.

@@ -45,7 +45,8 @@ class JoinedMachine:
     """A machine that has joined, with its places and roles.
 
     Futures: `prepared` is done when the machine has the model, `leaving` (why) when it asks to leave, `lost` (how, or
-    why it left) when it is gone. `mirrored`: newest version that it has pulled, -1 for none.
+    why it left) when it is gone. `mirrored`: version that it pulled last, -1 for none. `clock_offset`: its clock minus
+    this machine's, in seconds.
     """
 
     def __init__(self, name: str, join: Join, wire: Wire[FromAgent], folder: Path) -> None:
@@ -70,8 +71,8 @@ class JoinedMachine:
         self._roles: dict[int, RemoteProcess] = {}
 
     async def serve(self, lease: float) -> str:
-        """Handle messages of the agent until the machine is lost or silent for `lease` seconds; return how it was
-        lost."""
+        """Handle messages of the agent until its connection ends or it is silent for `lease` seconds. Then mark the
+        machine as lost, and return how it was lost."""
         reading = asyncio.ensure_future(self._read())
         silent = asyncio.ensure_future(self._wire.watch(lease))
         try:
@@ -81,17 +82,17 @@ class JoinedMachine:
             reading.cancel()
             silent.cancel()
             self._wire.cut()
-        self.is_lost(how)
+        self.mark_lost(how)
         return how
 
-    def is_lost(self, how: str) -> None:
+    def mark_lost(self, how: str) -> None:
         """Mark the machine as lost, unless it is already; `how` says why."""
         if not self.lost.done():
             self.lost.set_result(how)
 
     @property
     def silence(self) -> float:
-        """Seconds since its last message."""
+        """Seconds since the last message of the machine."""
         return time.monotonic() - self._heard
 
     async def _read(self) -> str:
@@ -123,9 +124,9 @@ class JoinedMachine:
                 self.mirrored = version
                 self._arrived.set()
             case RoleStarted(place, turn):
-                self._role(place).has_started(turn)
+                self._role(place).note_started(turn)
             case RoleEnded(place):
-                self._role(place).has_ended(message)
+                self._role(place).note_ended(message)
             case LogText(name, text):
                 self._append(name, text)
             case Leaving(why):
@@ -152,7 +153,7 @@ class JoinedMachine:
         self._wire.send(NewVersion(version=version))
 
     async def until_mirrored(self, version: int, seconds: float) -> int:
-        """Wait until the machine has pulled `version` or a newer one; return the newest that it has.
+        """Wait until the machine has pulled `version` or a newer one; return the version that it has pulled last.
 
         Raises:
             MachineLost: the machine was lost.
@@ -190,7 +191,8 @@ class JoinedMachine:
         self._wire.send(order)
 
     def dismiss(self, why: str, again: bool = False) -> None:
-        """Dismiss the machine with the reason `why`: its agent ends or, with `again`, tries to join later."""
+        """Dismiss the machine with the reason `why`: its agent ends or, with `again`, tries to join later. Does not
+        wait for that."""
         self.dismissed = True
         self._wire.send(Dismissed(why=why, again=again))
 
@@ -219,7 +221,7 @@ class RemoteProcess:
 
     @property
     def killed(self) -> bool:
-        """Whether a signal ended it."""
+        """Whether the process has ended, by a signal."""
         return self._end is not None and self._end.done() and self._end.result().killed
 
     async def start(self, spec: msgspec.Struct, threads: int) -> None:
@@ -251,13 +253,13 @@ class RemoteProcess:
         if not started.done():
             raise RoleDied(self.name, f"cannot be started: {await self.ended()}", str(self.log))
 
-    def has_started(self, turn: int) -> None:
-        """Record that the agent has reported the start with number `turn`; ignored if a later start was ordered."""
+    def note_started(self, turn: int) -> None:
+        """Note that the agent has reported the start with number `turn`; ignored if a later start was ordered."""
         if turn == self._turn and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
-    def has_ended(self, end: RoleEnded) -> None:
-        """Record that the agent has reported the end of the process; ignored for the end of an earlier start."""
+    def note_ended(self, end: RoleEnded) -> None:
+        """Note that the agent has reported the `end` of the process; ignored for that of an earlier start."""
         if end.turn == self._turn and self._end is not None and not self._end.done():
             self._end.set_result(end)
 
@@ -274,8 +276,8 @@ class RemoteProcess:
         return self._end.result().how
 
     async def stop(self, grace: float) -> None:
-        """Send SIGTERM, then SIGKILL after `grace` seconds. Returns when the process is gone or its machine is lost, or
-        ten seconds after the SIGKILL without a reply of the agent."""
+        """Order SIGTERM for the process, then SIGKILL after `grace` seconds. Returns when the process is gone or its
+        machine is lost, ten seconds after the SIGKILL without a reply of the agent, or at once if none is running."""
         if self.running:
             self._machine.send(StopRole(place=self._place, grace=grace))
             try:
@@ -285,7 +287,8 @@ class RemoteProcess:
                 return  # if the agent does not reply, it ends the process when its lease is over
 
     def kill(self) -> None:
-        """Send SIGKILL, unless the machine is silent: after a network partition, a late order would kill a healthy
-        role. If the machine stays silent, its lease ends the role."""
+        """Order SIGKILL for the process, if it is running, and do not wait. Does nothing if the machine is silent:
+        after a network partition, a late order would kill a healthy role. If the machine stays silent, its lease ends
+        the role."""
         if self.running and self._machine.silence < SILENT_SECONDS:
             self._machine.send(KillRole(place=self._place))

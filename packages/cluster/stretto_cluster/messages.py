@@ -35,7 +35,7 @@ AGENTS_TLS = "(the agent's folder of certificates)"
 
 class Join(Record, frozen=True, tag=True):
     """A machine offers places for roles. `run`: the run that it had joined before, "" at first. `served`: tenure of the
-    newest conductor that it has served."""
+    newest conductor that it has served, None at first."""
 
     kind: Name  # "engine" or "rank"
     host: Name  # host name, for display
@@ -58,7 +58,7 @@ class Look(Record, frozen=True, tag=True):
 
 
 class Scale(Record, frozen=True, tag=True):
-    """Request of `stretto scale RUN engines=N`."""
+    """Request of `stretto scale RUN engines=N`. `release`: version of stretto of the command."""
 
     engines: Whole
     release: Name
@@ -137,9 +137,9 @@ class Mirrored(Record, frozen=True, tag=True):
 
 
 class StartRole(Record, frozen=True, tag=True):
-    """Order to start ``python -m MODULE SPEC`` in a place. `turn` counts the starts in the place, so that late messages
-    about earlier ones are recognised. A field of the spec with the value `AGENTS_TLS` is replaced by the agent's folder
-    of certificates."""
+    """Order to start ``python -m MODULE SPEC`` in a place, as the role called `name`. `turn` counts the starts in the
+    place, so that late messages about earlier ones are recognised. `spec`: JSON; a field with the value `AGENTS_TLS` is
+    replaced by the agent's folder of certificates. `environment`: further variables."""
 
     place: Whole
     turn: Whole
@@ -152,7 +152,7 @@ class StartRole(Record, frozen=True, tag=True):
 
 class StopRole(Record, frozen=True, tag=True):
     place: int
-    grace: float
+    grace: float  # seconds from SIGTERM to SIGKILL
 
 
 class KillRole(Record, frozen=True, tag=True):

@@ -35,7 +35,8 @@ class RayPlacerSpec(Record, frozen=True):
 
     `address`: the Ray cluster, "auto" for the running one, "local" for a new one on this machine. `join`: command line
     arguments of an agent; the token is in the environment. `cpus` and `gpus`: resources of one engine or rank.
-    `seconds`: time limit for the cluster to find resources. `descriptor`: the placer's end of the connection.
+    `seconds`: time limit for the cluster to find resources. `descriptor`: the placer's end of the connection to the
+    conductor.
     """
 
     run: str
@@ -49,8 +50,8 @@ class RayPlacerSpec(Record, frozen=True):
 
 class PlaceAgents(Record, frozen=True, tag=True):
     """Order that sets how many agents run in all: `engines` for engines, spread over the nodes, and `ranks` for ranks,
-    packed on few nodes. Missing ones are started, and dismissed ones released. A reply has the `number` of its
-    order."""
+    packed on few nodes. Missing ones are started, and dismissed ones released; a surplus stays. A reply has the
+    `number` of its order."""
 
     engines: int
     ranks: int = 0
@@ -65,8 +66,8 @@ class AgentsPlaced(Record, frozen=True, tag=True):
 
 
 class NotPlaced(Record, frozen=True, tag=True):
-    """Reply to an order that failed. The placer keeps its present agents. `exit_code`: 2 if the cluster lacks
-    resources, otherwise it was an error of Ray."""
+    """Reply to an order that failed, for the reason `problem`. The placer keeps its present agents. `exit_code`: 2 if
+    the cluster lacks resources, 1 after an error of Ray."""
 
     problem: str
     exit_code: int
@@ -79,7 +80,7 @@ TO_PLACER: msgspec.msgpack.Decoder[PlaceAgents] = msgspec.msgpack.Decoder(PlaceA
 
 
 def look(spec: RayPlacerSpec, wanted: PlaceAgents, seconds: float) -> None:
-    """Check, in another process, that the Ray cluster exists and has the resources for these agents. Nothing is
+    """Check, in another process, that the Ray cluster exists and has the resources for the `wanted` agents. Nothing is
     placed.
 
     Raises:

@@ -45,7 +45,8 @@ _COMMAND = "stretto_app.cli.main"  # `stretto engine --join` or `stretto rank --
 
 
 class AgentHost:
-    """Ray actor with an agent as its child process. If the agent dies, the actor exits and Ray restarts both.
+    """Ray actor with an agent as its child process, started by `command` with `environment` in addition to the actor's
+    own. If the agent dies, the actor exits and Ray restarts both.
 
     If the agent ends through a user's mistake (certificates of the node, the token), the actor itself restarts it after
     `pause` seconds, doubled each time. Ray would restart it without a pause.
@@ -72,7 +73,7 @@ class AgentHost:
             os._exit(1)
 
     def node(self) -> str:
-        """Short id of the actor's node."""
+        """Id of the actor's Ray node, its first eight characters."""
         return str(ray.get_runtime_context().get_node_id())[:8]
 
     def is_dismissed(self) -> bool:
@@ -82,7 +83,7 @@ class AgentHost:
 
 @dataclass(eq=False)
 class Room:
-    """A placement group, and the number of agents left in it. Removing the group ends everything in it."""
+    """A placement group of Ray, and the number of agents left in it. Removing the group ends everything in it."""
 
     group: Any
     agents: int
@@ -100,7 +101,7 @@ class Ground(Protocol):
     """Ray operations that a `Fleet` uses (Protocol)."""
 
     def start(self, kind: str, count: int) -> list[Placed]:
-        """Start `count` agents of a kind.
+        """Start `count` agents of a kind ("engine" or "rank") and return them.
 
         Raises:
             RecipeError: the cluster lacks resources for all of them; none was started.
@@ -245,7 +246,7 @@ class RayPlacer:
 
 
 def _knock(address: str) -> None:
-    """Raise OSError if nothing listens at the address. (Ray itself would retry for minutes.)"""
+    """Raise OSError if nothing listens at the address, ``host:port``. (Ray itself would retry for minutes.)"""
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
 
@@ -256,8 +257,8 @@ def _untyped(module: Any) -> Any:
 
 
 def _answers(agents: Sequence[Placed], method: str) -> list[Any]:
-    """Result of a method of each agent's actor, or the Ray error that it raised; None if the actor does not reply in
-    time, as during a restart."""
+    """Call a method of each agent's actor; returns for each agent the result, or the Ray error that was raised, or None
+    if the actor does not reply within five seconds, as during a restart."""
     calls = [getattr(agent.actor, method).remote() for agent in agents]
     if not calls:
         return []
@@ -310,7 +311,7 @@ def _look(spec: RayPlacerSpec, wanted: PlaceAgents) -> int:
 
 def main(arguments: list[str]) -> int:
     """Run the role until the conductor closes the connection, or only the check if a `PlaceAgents` is given. Return the
-    exit code."""
+    exit code. `arguments`: a `RayPlacerSpec`, and maybe a `PlaceAgents`, as JSON."""
     spec = msgspec.json.decode(arguments[0], type=RayPlacerSpec)
     if arguments[1:]:
         return _look(spec, msgspec.json.decode(arguments[1], type=PlaceAgents))

@@ -80,8 +80,8 @@ def _is_ours(path: Path) -> bool:
 
 
 def link_first(sources: Iterable[Path], target: Path) -> bool:
-    """Create `target` as a hard link to the first of the files `sources` that can be linked; return False if none
-    can."""
+    """Create `target` as a hard link to the first of the files `sources` that can be linked. Return False if none can,
+    or `target` exists."""
     for source in sources:
         with contextlib.suppress(OSError):  # it is gone, or on another file system
             target.hardlink_to(source)
@@ -124,8 +124,8 @@ def _taken(descriptor: int) -> bool:
 
 
 def sweeper(*folders: Path) -> subprocess.Popen[bytes]:
-    """Start a process that removes the folders when its standard input gets a line or is closed, as when this process
-    dies."""
+    """Start a process that removes the folders, and ends, when its standard input gets a line or is closed, as when
+    this process dies. Return it."""
     quiet = subprocess.DEVNULL
     command = ["/bin/sh", "-c", 'read _; rm -rf -- "$@"', "stretto", *map(str, folders)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet, start_new_session=True)

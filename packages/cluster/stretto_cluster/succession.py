@@ -41,7 +41,7 @@ _SEARCH_SECONDS = 24 * 3600.0  # after a longer network partition, both conducto
 
 
 class RunSuperseded(StrettoError):
-    """A newer conductor continues the run from a copy of its folder, so this conductor ends.
+    """Raised if a newer conductor continues the run from a copy of its folder, so that this conductor ends.
 
     `epoch` and `address`: those of the newer conductor; the address is "" if unknown.
     """

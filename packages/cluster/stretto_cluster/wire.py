@@ -57,8 +57,8 @@ class Wire(Generic[Received]):
 
         Args:
             peer: name of the other side, for errors.
-            decoder: of received messages.
-            largest: most bytes of a received message.
+            decoder: decoder of received messages.
+            largest: most bytes of a received message; a larger one raises WireError.
         """
         self.peer = peer
         self._reader, self._writer, self._decoder = reader, writer, decoder
@@ -116,8 +116,8 @@ class Wire(Generic[Received]):
         return self._decoder.decode(self._bodies.popleft())
 
     async def watch(self, lease: float) -> str:
-        """Wait until nothing was received for `lease` seconds; returns this as a reason. Time in which this process
-        itself was stopped does not count."""
+        """Wait until nothing was received for `lease` seconds, while another task calls `receive`; returns this as a
+        reason. Time in which this process itself was stopped does not count."""
         stall = StallTimer(2 * _POLL_SECONDS)
         while stall.poll(moved=self._heard) < lease:
             self._heard = False
@@ -154,7 +154,7 @@ class Wire(Generic[Received]):
                 await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def cut(self) -> None:
-        """Close at once; unsent data are lost."""
+        """Close the connection at once; unsent data are lost."""
         self._writer.transport.abort()
 
     async def close(self) -> None:
@@ -166,7 +166,7 @@ class Wire(Generic[Received]):
 
     @property
     def local_host(self) -> str:
-        """Address of this machine at which the peer can reach it."""
+        """IP address of this machine, as the connection uses it: the peer can reach the machine at it."""
         name: tuple[str, int] = self._writer.get_extra_info("sockname")
         return name[0]
 
@@ -180,7 +180,8 @@ class Reception:
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
 
     def comes(self, writer: asyncio.StreamWriter) -> None:
-        """Count a caller that has connected; call it at once, before any await."""
+        """Count a caller that has connected as one that has not proved the key, until `admit` ends. Call it at once,
+        before any await. If there are 256 such callers, the connection of the oldest is closed."""
         if len(self._strangers) >= _STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]  # now, because its task ends only later
@@ -190,8 +191,9 @@ class Reception:
     async def admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ours: bytes, judge: Judge, peer: str
     ) -> bytes:
-        """Admit a caller: returns its introduction once it has proved the key and `judge` has accepted it. `judge`
-        returns why a caller is refused, else "". The caller gets `ours`; `peer` names it in errors.
+        """Admit a caller: returns its introduction once it has proved the key and `judge` has accepted it. `judge` is
+        called with the introduction and returns why the caller is refused, else "". The caller gets `ours`; `peer`
+        names it in errors. The connection stays open.
 
         Raises:
             HandshakeRefused: the caller did not prove the key, or `judge` refused it; the connection is unusable.

@@ -53,9 +53,9 @@ class ShardedRanks(Ranks):
     """`Ranks` of several processes: collectives of torch's default process group and of groups made from it."""
 
     def __init__(self, device: str, config: TrainerConfig | None = None, beside: str = "gloo") -> None:
-        """Creates process groups; torch's default group must exist. `device`: where the parameters are, "cpu" or
-        "cuda". `config`: dtypes of gathers and sums, and the divisions of tokens and matrices; None: float32, no
-        divisions. `beside`: backend of the second group."""
+        """Create the process groups, on every rank; torch's default group must exist. `device`: where the parameters
+        are, "cpu" or "cuda". `config`: dtypes of gathers and sums, and the divisions of tokens and matrices; None:
+        float32, no divisions. `beside`: backend of the second group."""
         config = config or TrainerConfig()
         self.device, self._each = device, config.reduce_every == "micro_batch"
         self._numbers = MixedPrecisionPolicy(
@@ -85,7 +85,8 @@ class ShardedRanks(Ranks):
             self._second_meshes = {1: second[_SHARDED], 2: second}
 
     def shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module] = ()) -> None:
-        """With FSDP2, by `sharding_units`, after the matrices of each layer are divided."""
+        """Shard as `Ranks.shard` says: with FSDP2, by `sharding_units`, after the matrices of each layer are
+        divided."""
         tensor, context = (
             self.tensor.size() if self.tensor else 1,
             self.context_group.size() if self.context_group else 1,

@@ -69,7 +69,8 @@ class RankOrders:
         return wire.local_host
 
     def store_port(self, start: RankStart) -> int:
-        """Loopback port of this machine at which torch's store can be reached."""
+        """Loopback port of this machine at which torch's store can be reached, after `join`: on rank 0's machine the
+        store's own, from the order `start`; elsewhere one that leads to it."""
         return self._way_to_store or start.store
 
     def receive(self) -> ToRank:

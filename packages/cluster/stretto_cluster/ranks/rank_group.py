@@ -66,7 +66,7 @@ _INTRODUCTION = msgspec.msgpack.Decoder(RankIntroduction)
 
 
 class RankGroup(OtherRanks):
-    """The other ranks, managed by rank 0."""
+    """Ranks 1, 2, ... as rank 0 manages them: starts those of its machine, passes orders on, and watches all."""
 
     def __init__(self, spec: TrainerSpec, spawner: Spawner = FRESH) -> None:
         """Prepare the group, without starting a rank. `spec`: spec of rank 0; `spawner` starts the ranks of this

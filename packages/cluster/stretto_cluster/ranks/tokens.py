@@ -25,7 +25,8 @@ from stretto.model.layout import RowPart
 
 @dataclass(frozen=True)
 class RankPart(RowPart):
-    """This rank's part of a row that the ranks of `group` divide."""
+    """This rank's part of a packed row that the ranks of `group` divide. `tokens`: number of tokens of the whole row;
+    `wanted`: number of those to score."""
 
     group: ProcessGroup
     tokens: int  # T
@@ -33,8 +34,8 @@ class RankPart(RowPart):
 
     @classmethod
     def of(cls, input_ids: Tensor, position_ids: Tensor, before: Tensor, group: ProcessGroup) -> RankPart:
-        """Cut a row [1, T] into equal parts, padded with filler tokens; returns the part of this rank. `before`: [N],
-        index in the row of the token before each wanted token."""
+        """Cut a row [1, T] into equal parts, the last ones padded with filler tokens; returns the part of this rank.
+        `before`: [N], index in the row of the token before each wanted token, from whose output that is scored."""
         count, rank, tokens = group.size(), group.rank(), input_ids.shape[1]
         each = -(-tokens // count)
         ids, positions = (

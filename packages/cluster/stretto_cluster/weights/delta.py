@@ -71,8 +71,8 @@ class _Run:
 
 
 def changed_part(base: memoryview, target: memoryview) -> float | None:
-    """Estimate the share of differing elements from samples; None if the two publications have different tensors.
-    Raises TornPublication if a header cannot be read."""
+    """Estimate the share of differing elements (0 to 1) from samples; None if the two publications have different
+    tensors. Raises TornPublication if a header cannot be read."""
     (old, old_start), (new, new_start) = read_header(base), read_header(target)
     if old.tensors != new.tensors:
         return None
@@ -155,7 +155,8 @@ class NoDelta(Exception):
 
 
 class Deltas:
-    """Deltas of a weights server. Each is made once, in a thread, into a file beside the publications."""
+    """Deltas of a weights server. Each is made once, in a thread, into a file beside the publications of `run` in
+    `folder`. Files of an earlier server are removed at the start."""
 
     def __init__(self, run: str, folder: Path) -> None:
         self._run, self._folder = run, folder
@@ -163,8 +164,8 @@ class Deltas:
         unlink(self._files())
 
     async def made(self, base: str, version: int, seal: str) -> tuple[Path, str]:
-        """Make the delta between two publications, unless it exists. Return its file, and a sentence about the share of
-        changed elements.
+        """Make the delta between two publications, unless that was tried before. Return its file, and a sentence about
+        the share of changed elements.
 
         Args:
             base: seal (checksum) of the publication that the receiver has.
@@ -172,7 +173,7 @@ class Deltas:
 
         Raises:
             NoDelta: more than half would be sent, `base` is not published any more or has other tensors,
-                or the delta cannot be written or is not made within 8 s.
+                or the delta cannot be written or is not made within 8 s (a later call may find it).
         """
         if (base, seal) not in self._tasks:
             for old in list(self._tasks)[: -_REMEMBERED + 1]:

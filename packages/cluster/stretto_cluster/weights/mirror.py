@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pulled:
-    """Result of a pull: the local mailbox has this version. `bytes`: transferred for it; `delta`: whether as a delta;
-    `reason`: why in this form."""
+    """Result of a pull: the local mailbox has this version. `bytes`, `seconds`: transferred for it, and taken by it, 0
+    bytes if it was here already; `delta`: whether it came as a delta; `reason`: form of the transfer, and why."""
 
     version: int
     bytes: int

@@ -66,7 +66,8 @@ class _Request:
 
 
 class WeightsApp:
-    """ASGI application that serves the weights of one run.
+    """ASGI application that serves the weights of one run: publications from `folder`, and the folders `model` and
+    `reference` (None: there is no reference policy) to mirrors with the `key`.
 
     Example: ``WeightsApp("a1b2", Path("/dev/shm"), Path("runs/first/policy/v000000"), key)``
     """
@@ -127,7 +128,7 @@ class WeightsApp:
             return await self._send_file(file, seal, request, form)
 
     async def _files(self, model: Path) -> dict[str, ModelFile]:
-        """List the files of a model folder. They are read only once, which takes minutes for a large model on a slow
+        """Files of a model folder, by name. They are read only once, which takes minutes for a large model on a slow
         disk. Raises _Refused (503) if they are not read within five seconds; a further request waits for the same."""
         listing = self._lists.setdefault(model, _Listing(model))
         files = listing.begin()
@@ -314,8 +315,9 @@ def _list(model: Path, read: Callable[[int], object]) -> dict[str, ModelFile]:
 class WeightsServerSpec(Record, frozen=True):
     """Spec of a weights server.
 
-    `model`: folder of version 0. `key_file`: file with the key, because all users of a machine can read a command line.
-    `tls` is a folder with ``ca.pem``, ``cert.pem`` and ``key.pem``, or None.
+    `folder`: that of the publications. `model`: that of version 0. `address`: ``host:port`` to listen at. `key_file`:
+    file with the key, because all users of a machine can read a command line. `tls`: folder with ``ca.pem``,
+    ``cert.pem`` and ``key.pem``; None: no encryption.
 
     Example: ``WeightsServerSpec("a1b2", "/dev/shm", "runs/first/policy/v000000", "0.0.0.0:8400", "/tmp/s/key")``
     """

@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Transfer:
-    """One transfer in the caller's thread. The public attributes are those of the last reply or file.
+    """One transfer in the caller's thread, which blocks. The public attributes describe the last reply or file.
 
     Example::
 
@@ -55,10 +55,10 @@ class Transfer:
         came: Callable[[int], object] = lambda size: None,
         part_size: int = PART_SIZE,
     ) -> None:
-        """Prepare a transfer; nothing is sent yet. `source`: the server's address; `key`, `run`: sent with each
+        """Prepare a transfer; nothing is sent yet. `source`: the server's ``host:port``; `key`, `run`: sent with each
         request. `tls`: None: plain HTTP. `patience`: seconds without a byte after which the server is lost. `came` is
-        called with the size of each received piece. `part_size`: bytes of the first part of a file; the rest comes over
-        several connections."""
+        called with the size of each received piece, maybe in other threads. `part_size`: bytes of the first part of a
+        file; the rest comes over several connections."""
         self._came = came
         self._source, self._run, self._tls, self._patience = source, run, tls, patience
         self._headers = {"authorization": f"Bearer {key}", RUN: run}
