@@ -190,7 +190,8 @@ class GuestEngine(HttpEngine):
             raise EngineLost(self.name, str(loss)) from None
 
     async def moved(self) -> object:
-        """Progress of an update: during the pull the bytes that have arrived on the machine, then the engine's own."""
+        """Progress of an update, as a value that changes while it goes on: during the pull the bytes that have arrived
+        on the machine, then what the engine reports."""
         waits = self._pulls or self._machine.mirrored < 0
         return self._machine.moved if waits else await super().moved()
 

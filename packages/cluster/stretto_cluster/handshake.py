@@ -101,8 +101,8 @@ async def admit(
     peer: str,
     seconds: float,
 ) -> bytes:
-    """Perform the handshake with a caller; returns its introduction. `judge` returns why it is refused, else "". The
-    caller gets `ours`. `peer` names the caller in errors.
+    """Perform the handshake with a caller; returns its introduction. `judge`, called with that after the proof, returns
+    why the caller is refused, else "". The caller gets `ours`. `peer` names the caller in errors.
 
     Raises:
         HandshakeRefused: the caller did not prove the key, or `judge` refused it; the connection is unusable.

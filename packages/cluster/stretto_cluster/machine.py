@@ -181,7 +181,7 @@ class JoinedMachine:
 
     def role(self, place: int, name: str, module: str, environment: Mapping[str, str]) -> RemoteProcess:
         """Create the handle of a role's process (the Python `module`, with further variables in its `environment`) in a
-        place of the machine, and its log file. Nothing is started."""
+        place of the machine, and the local file of its log, if there is none. Nothing is started."""
         process = RemoteProcess(self, place, name, module, self._folder / f"{name}.txt", environment)
         self._roles[place] = process
         process.log.touch()
@@ -264,7 +264,7 @@ class RemoteProcess:
             self._end.set_result(end)
 
     async def ended(self) -> str:
-        """Wait for the end of the process; return how it ended. There is no deadline.
+        """Wait for the end of the process, after `start`; return how it ended. There is no deadline.
 
         Raises:
             MachineLost: the machine is lost.

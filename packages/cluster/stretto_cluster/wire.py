@@ -76,7 +76,7 @@ class Wire(Generic[Received]):
                 self.cut()
 
     async def send_all(self, message: msgspec.Struct) -> None:
-        """Encode a message of any size and send it, waiting while the peer does not read."""
+        """Encode a message of any size and send it by `send_frame`, with its rules and errors."""
         await self.send_frame(frame(message))
 
     async def send_frame(self, whole: bytes | bytearray) -> None:

@@ -209,7 +209,7 @@ class ChatServer(ABC):
         await call.show({"status": "ok", "model": self.model.name})
 
     def failed(self, call: ChatExchange, error: Exception) -> None:  # noqa: B027  # a hook: most servers need none
-        """Hook, called with an unexpected error (a bug) before the client gets a 500."""
+        """Hook, called with an unexpected error (a bug). Then the client gets a 500, unless its reply has begun."""
 
     def error(self, call: ChatExchange, error: Exception) -> NotServed:
         """Convert an exception to an error reply: a RefusedRequest to 400, a NotServed to itself, any other to 503."""

@@ -79,6 +79,6 @@ def _missing(function: str, folder: str | None) -> str:
 
 def _program(config: AgentConfig) -> str | None:
     """Path of the agent's program, None if there is none. A bare name is looked up in `PATH`; a name with a folder
-    (``./agent.sh``) is relative to the working folder."""
+    (``./agent.sh``) is relative to `workflow.path`, or without that to the working folder of this process."""
     name = config.command[0]
     return shutil.which(os.path.join(config.path or "", name) if os.path.dirname(name) else name)

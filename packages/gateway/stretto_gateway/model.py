@@ -47,7 +47,7 @@ class ServedModel:
 
     @cached_property
     def longest_token(self) -> int:
-        """Number of characters of the longest token."""
+        """Number of characters of the longest token of the vocabulary."""
         return max(map(len, self.template.vocabulary))
 
     @cached_property

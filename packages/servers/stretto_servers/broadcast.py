@@ -242,9 +242,10 @@ class Broadcast:
             await self._post(*order)
 
     async def _with(self, order: Order, what: str, work: Callable[[], Any]) -> Any:
-        """Post an order, and meanwhile run `work`, this side's part of the collective, in a thread; returns its result,
-        or raises EngineLost. If the server refuses, the thread ends by the collective's own timeout. Nothing waits for
-        it, not even the exit of this process. `what` names the step in errors."""
+        """Post an order, and meanwhile run `work`, this side's part of the collective, in a thread; returns its result.
+        Raises EngineLost if the collective fails, and the errors of the order. If the server refuses, the thread ends
+        by the collective's own timeout. Nothing waits for it, not even the exit of this process. `what` names the step
+        in errors."""
         posted = asyncio.ensure_future(self._order(order, what))
         done = _in_a_thread(work)
         try:

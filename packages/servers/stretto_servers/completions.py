@@ -79,8 +79,9 @@ class OpenCompletion:
         a stop text. Tokens after the one that completes it are dropped.
 
         Raises:
-            WireError: a token is outside the vocabulary or follows a stop token, a log-probability is positive or not
-                finite, there is not one for each token, or there are more tokens than requested.
+            WireError: a token is outside the vocabulary or follows a stop token; a log-probability is positive, not
+                finite, or that of a token without probability; there is not one for each token (and not as many top
+                lists, if they are requested); or there are more tokens than requested.
         """
         self._check(delta, vocab_size)
         stopped = False

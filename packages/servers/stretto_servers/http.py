@@ -61,7 +61,8 @@ class JsonServer:
         Raises:
             RefusedRequest: the server replies that the request is wrong (status 400, 413 or 422), with its message.
             WireError: it replies with another status than 200, or this process cannot open a connection.
-            EngineLost: the server cannot be reached, the connection breaks, or it has no room (status 429 or 503).
+            EngineLost: the server cannot be reached, by us or by a proxy (status 502 or 504), the connection breaks, or
+                it has no room (429 or 503).
             DeadlineExceeded: there is no whole reply within the time limit.
         """
         awaited, longest = f"{path} of {self.name}", seconds or self._seconds

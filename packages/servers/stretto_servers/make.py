@@ -99,7 +99,7 @@ class Make(Protocol):
         """
 
     async def ready(self) -> bool:
-        """Whether the server accepts requests now."""
+        """Whether the server accepts requests now; False if it does not answer."""
 
     async def describe(self) -> Served:
         """Ask the server for its release and model.

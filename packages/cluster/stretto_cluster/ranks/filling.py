@@ -71,7 +71,7 @@ def draw_adapters(model: nn.Module, seed: int = SEED) -> None:
 
 
 def own_slices(parameter: Tensor) -> tuple[slice, ...]:
-    """The slices, one per axis, of the full parameter that `own` returns."""
+    """Slices, one per axis, of the full parameter that select this process's shard of it (`own`)."""
     if not isinstance(parameter, DTensor):
         return (slice(None),) * parameter.ndim
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

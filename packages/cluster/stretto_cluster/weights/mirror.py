@@ -330,7 +330,7 @@ def _changes(files: Iterable[Path]) -> dict[Path, int]:
 
 def _has(folder: Path, files: dict[str, ModelFile], read: Callable[[int], object]) -> set[str]:
     """Names of the files of `folder` that match the list `files`, and of those that are not listed. `read` is called
-    with the bytes of each piece that is compared."""
+    with the size of each piece that is compared."""
     return {
         path.name
         for path in folder.iterdir()

@@ -43,8 +43,8 @@ class ModelFile(Record, frozen=True):
 
 
 def digest_of(path: Path, read: Callable[[int], object] = lambda size: None) -> str:
-    """The 128-bit xxh3 of a file, in hexadecimal digits. `read` is called with the bytes of each piece: a large file on
-    a slow disk takes minutes."""
+    """The 128-bit xxh3 of a file, in hexadecimal digits. `read` is called with the size of each piece that was read: a
+    large file on a slow disk takes minutes."""
     digest = xxhash.xxh3_128()
     with path.open("rb", buffering=0) as file:
         while piece := file.read(_PIECE):

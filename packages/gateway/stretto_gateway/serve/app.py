@@ -178,8 +178,9 @@ class ServeApp(ChatServer):
     def _requests(
         self, request: Request, prompts: Sequence[Tokens], name: str, *, strict: bool
     ) -> list[GenerateRequest]:
-        """Make the requests to the engine, one per prompt. The completions of a prompt have different seeds. Raises
-        RefusedRequest for too many completions or tokens."""
+        """Make the requests to the engine, one per prompt, with the ids ``name/0``, ``name/1``, ... The completions of
+        a prompt have different seeds. Raises RefusedRequest for more than 4,096 completions, and as
+        `SamplingRule.sampling` does, which gets `strict`."""
         options, completions = request.options, 1 if request.n is UNSET else request.n
         if completions * len(prompts) > _MOST_COMPLETIONS:
             found = f"{completions} completions to each of {len(prompts):,} prompts"

@@ -183,7 +183,7 @@ class RecordedSessions:
 
     def load(self) -> SessionTable:
         """Restore the sessions of earlier processes from the folder; returns the table, to which the caller adds new
-        ones. An incomplete last line is removed from its file. Of ended sessions, the newest are restored; of the
+        ones. An incomplete last line is removed from its file. Of ended sessions, the newest 64 are restored; of the
         others, only the keys are read. Files that are no record of a session are named in `set_aside`."""
         ended = list[tuple[int, Path]]()
         for path in sorted(self._folder.glob("*.jsonl")):

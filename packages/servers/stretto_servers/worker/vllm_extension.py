@@ -26,7 +26,7 @@ class Loader:
     model_runner: Any
 
     def stretto_load(self, folder: str) -> dict[str, int]:
-        """Load every ``*.safetensors`` file of the folder into the model; returns the number of tensors.
+        """Load every ``*.safetensors`` file of the folder into the model; returns the number of tensors as "tensors".
 
         vLLM's reload empties the layers first, so that a failure halfway would end the server at its next step.
         Therefore all files are read once before.
