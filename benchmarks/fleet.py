@@ -308,7 +308,7 @@ class _Machine:
             await call(reader, writer, self.spec.token, join, peer="the run", seconds=_HANDSHAKE_SECONDS)
         except (HandshakeBroken, MachineLost, DeadlineExceeded, OSError):
             return None
-        return Wire("the run", reader, writer, TO_AGENT)
+        return Wire(reader, writer, TO_AGENT)
 
     @staticmethod
     async def _beats(wire: Wire[ToAgent], every: float) -> None:

@@ -125,7 +125,7 @@ async def joined_by_hand(address: str, said: msgspec.Struct, token: str = TOKEN,
     except BaseException:
         writer.transport.abort()
         raise
-    return Wire("the run", reader, writer, TO_AGENT)
+    return Wire(reader, writer, TO_AGENT)
 
 
 @asynccontextmanager

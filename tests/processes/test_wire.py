@@ -27,7 +27,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def end_of(connection: socket.socket) -> Wire[ToTrainer]:
-    return Wire("the other", *await asyncio.open_connection(sock=connection), TO_TRAINER)
+    return Wire(*await asyncio.open_connection(sock=connection), TO_TRAINER)
 
 
 @asynccontextmanager

@@ -192,7 +192,7 @@ class _Session:
                 if not offer.tls and await speaks_tls(offer.address):
                     raise HandshakeRefused(gate, "speaks TLS, and this machine shows no certificate") from None
                 raise
-            wire = Wire(gate, reader, writer, TO_AGENT, LARGEST_WORDS)
+            wire = Wire(reader, writer, TO_AGENT, LARGEST_WORDS)
             async with deadline("the agent", f"the terms of {gate}", _HANDSHAKE_SECONDS):
                 terms = await wire.receive()
             if not isinstance(terms, RunTerms):

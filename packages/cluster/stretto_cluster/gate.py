@@ -21,7 +21,6 @@ from pathlib import Path
 
 from stretto import __version__
 from stretto.core.errors import UNREADABLE, DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError
-from stretto.core.frames import frame
 from stretto.core.tasks import cancel_and_wait, first_of
 from stretto.loop.records.totals import Tenure
 from stretto.processes.http.tls import server_context
@@ -135,25 +134,25 @@ class Gate:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, reception: Reception) -> None:
         name = writer.get_extra_info("peername")
         peer = f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a command"
+        wire: Wire[FromAgent] = Wire(reader, writer, FROM_AGENT, LARGEST_WORDS)
         try:
             said = await reception.admit(reader, writer, self._run.encode(), self._why_not, peer)
             match FROM_CALLER.decode(said):
                 case Join() as join:
-                    wire: Wire[FromAgent] = Wire(f"{join.host} ({peer})", reader, writer, FROM_AGENT, LARGEST_WORDS)
                     await self._host(join, wire)
                 case Scale(engines):
-                    await self._scale(engines, writer)
+                    wire.send(await self._scaled(engines))
                 case Look(_, tenure, address):
                     self._gives_way(tenure, address)
-                    writer.write(frame(self._doors.terms().tenure))
-                    await _flushed(writer)
+                    wire.send(self._doors.terms().tenure)
+            await wire.close()
         except (HandshakeBroken, DeadlineExceeded, OSError):
             return  # a port scanner, say, which sent nothing
         except HandshakeRefused as refused:
             self._turned_away(refused)
-            await _flushed(writer)
+            await wire.close()
         finally:
-            writer.transport.abort()
+            wire.cut()
 
     def _turned_away(self, refused: HandshakeRefused) -> None:
         """Log a refusal, at a limited rate."""
@@ -195,7 +194,6 @@ class Gate:
     async def _host(self, join: Join, wire: Wire[FromAgent]) -> None:
         if self._gives_way(join.served):
             wire.send(Dismissed(why="is an older conductor than the one that this machine has served", again=True))
-            await wire.close()
             return
         name = f"{join.host}-{next(self._numbers)}"
         machine = JoinedMachine(name, join, wire, self._doors.logs)
@@ -223,17 +221,8 @@ class Gate:
             self._doors.say(f"{machine.name} cannot be used: {error}")
             machine.dismiss(str(error))
 
-    async def _scale(self, engines: int, writer: asyncio.StreamWriter) -> None:
+    async def _scaled(self, engines: int) -> Answer:
         try:
-            answer = Answer(text=await self._doors.scale(engines))
+            return Answer(text=await self._doors.scale(engines))
         except StrettoError as refused:
-            answer = Answer(text=str(refused), done=False)
-        writer.write(frame(answer))
-        await _flushed(writer)
-
-
-async def _flushed(writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(1.0):
-            writer.close()
-            await writer.wait_closed()
+            return Answer(text=str(refused), done=False)

@@ -129,7 +129,7 @@ async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure 
         reader, writer = await connect(address, None if address.startswith(UNIX) else client_context(tls))
     except DeadlineExceeded:
         return None
-    wire: Wire[Tenure] = Wire(address, reader, writer, TENURE)
+    wire: Wire[Tenure] = Wire(reader, writer, TENURE)
     try:
         said = msgspec.msgpack.encode(look)
         await call(reader, writer, known.token, said, peer=address, seconds=_SECONDS)

@@ -47,20 +47,13 @@ class Wire(Generic[Received]):
 
     def __init__(
         self,
-        peer: str,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
         decoder: msgspec.msgpack.Decoder[Received],
         largest: int = LARGEST_FRAME,
     ) -> None:
-        """Send and receive messages over an open connection.
-
-        Args:
-            peer: name of the other side, for errors.
-            decoder: decoder of received messages.
-            largest: most bytes of a received message; a larger one raises WireError.
-        """
-        self.peer = peer
+        """Send and receive messages over an open connection. `decoder`: of received messages. `largest`: most bytes of
+        one; a larger one raises WireError."""
         self._reader, self._writer, self._decoder = reader, writer, decoder
         self._unframer = Unframer(largest)
         self._bodies: deque[bytes] = deque()

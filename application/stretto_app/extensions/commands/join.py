@@ -135,7 +135,7 @@ async def _ask(known: JoinFile, engines: int, run: Path) -> Answer:
         reader, writer = await connect(known.control, None)
         said = msgspec.msgpack.encode(Scale(engines=engines, release=__version__))
         await call(reader, writer, known.token, said, peer="the run", seconds=_HANDSHAKE_SECONDS)
-        wire: Wire[Answer] = Wire("the run", reader, writer, ANSWER)
+        wire: Wire[Answer] = Wire(reader, writer, ANSWER)
         try:
             async with asyncio.timeout(known.patience):
                 answer = await wire.receive()

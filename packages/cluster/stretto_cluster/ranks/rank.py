@@ -93,7 +93,7 @@ class RankOrders:
 
     async def _listen(self) -> None:
         try:
-            wire = Wire(_RANK_0, *await self._reach(RankIntroduction(rank=self._spec.rank)), TO_RANK, LARGEST_BATCH)
+            wire = Wire(*await self._reach(RankIntroduction(rank=self._spec.rank)), TO_RANK, LARGEST_BATCH)
             if self._spec.model is not None:  # on a machine of its own
                 way = await asyncio.start_server(self._lead_to_store, LOOPBACK, 0)
                 self._way_to_store = way.sockets[0].getsockname()[1]

@@ -140,7 +140,7 @@ class RankGroup(OtherRanks):
             if who.to_store:
                 await join_ends((reader, writer), await asyncio.open_connection(LOOPBACK, store))
                 return
-            wire = Wire(_name(who.rank), reader, writer, _FAILED)
+            wire = Wire(reader, writer, _FAILED)
             self._joined[who.rank].set_result(wire)
             await wire.send_all(RankStart(store=store, trainer=msgspec.json.encode(self._spec).decode()))
         except (HandshakeRefused, DeadlineExceeded, OSError, asyncio.InvalidStateError) as error:
