@@ -257,7 +257,6 @@ class _Session:
         """
         gate_host = self.offer.address.rpartition(":")[0]
         source = f"{gate_host}:{self.terms.weights_port}"
-        tls = Path(self.offer.tls) if self.offer.tls else None
         terms = self.terms
         beside = partial(neighbours, self.memory)
         self.mirror = mirror = Mirror(
@@ -265,7 +264,7 @@ class _Session:
             terms.weights_key,
             terms.mailbox,
             self.memory,
-            tls,
+            self.offer.tls,
             delta=terms.delta,
             seconds=terms.pull,
             beside=beside,

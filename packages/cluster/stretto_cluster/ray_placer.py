@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import msgspec
 
@@ -200,7 +200,7 @@ class RayPlacer:
                 remove_placement_group(room.group)
             if not isinstance(error, ray.exceptions.GetTimeoutError):
                 raise
-            free = _described(_untyped(ray).available_resources(), bundle)
+            free = _described(cast(Any, ray).available_resources(), bundle)  # Ray declares types, and not these
             found = f"found no room for {count} more {kind}(s) of {_described(bundle, bundle)}; free: {free}"
             raise RecipeError([Problem("the Ray cluster", found, "ask for fewer, or add nodes")]) from None
         return [self._agent(kind, room, number) for room in rooms for number in range(room.agents)]
@@ -234,7 +234,7 @@ class RayPlacer:
         Raises:
             RecipeError: lists each missing resource.
         """
-        has: Mapping[str, float] = _untyped(ray).cluster_resources()
+        has: Mapping[str, float] = cast(Any, ray).cluster_resources()
         count, whom = sum(wanted.values()), " and ".join(f"{more} {kind}(s)" for kind, more in wanted.items() if more)
         missing = [
             f"{amount * count:g} {name} for {whom}, and has {has.get(name, 0):g} in all"
@@ -249,11 +249,6 @@ def _knock(address: str) -> None:
     """Raise OSError if nothing listens at the address, ``host:port``. (Ray itself would retry for minutes.)"""
     host, _, port = address.rpartition(":")
     socket.create_connection((host, int(port)), timeout=_KNOCK_SECONDS).close()
-
-
-def _untyped(module: Any) -> Any:
-    """The module, typed as Any: Ray declares types but lacks some of them."""
-    return module
 
 
 def _answers(agents: Sequence[Placed], method: str) -> list[Any]:

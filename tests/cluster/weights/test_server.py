@@ -163,10 +163,10 @@ async def test_a_file_name_that_leads_out_of_the_folder_is_refused(source: str, 
 async def test_with_tls_only_members_of_one_authority_meet(home: Path, model: Path, away: Path, tmp_path: Path) -> None:
     ours, theirs = authority(tmp_path / "ours"), authority(tmp_path / "theirs")
     with serving(home, model, tls=ours) as address:
-        await Mirror(address, KEY, "run", away, ours, part_size=1 << 16).pull(7)  # in parts
+        await Mirror(address, KEY, "run", away, str(ours), part_size=1 << 16).pull(7)  # in parts
         assert_loads(away, 7, 7.0)
         with pytest.raises(WireError, match="certificate"):
-            await Mirror(address, KEY, "run", tmp_path / "b", theirs).pull(7)
+            await Mirror(address, KEY, "run", tmp_path / "b", str(theirs)).pull(7)
         with pytest.raises(SourceLost):
             await mirror(address, tmp_path / "b", patience=0.3).pull(7)
     assert names(tmp_path / "b") == []

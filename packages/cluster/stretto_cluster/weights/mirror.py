@@ -24,11 +24,12 @@ from typing import Literal, TypeVar
 
 from stretto.core.deadlines import standstill, waiting
 from stretto.core.errors import TornPublication, WireError
+from stretto.processes.http.tls import client_context
 from stretto.weights.folder import drop, map_file, new_version, path_of, prefix, private_file, unlink, versions
 from stretto.weights.manifest import verify
 from stretto_cluster.scratch import in_turn, link_first
 from stretto_cluster.weights import delta
-from stretto_cluster.weights.source import CONNECTIONS, PART_SIZE, Transfer, tls_context
+from stretto_cluster.weights.source import CONNECTIONS, PART_SIZE, Transfer
 from stretto_cluster.weights.wire import ModelFile, digest_of, manifest_of
 
 _DELTA = "delta:"
@@ -66,7 +67,7 @@ class Mirror:
         key: str,
         run: str,
         folder: Path,
-        tls: Path | None = None,
+        tls: str = "",
         *,
         delta: Literal["auto", "always", "never"] = "auto",
         patience: float = 10.0,
@@ -80,7 +81,7 @@ class Mirror:
             source: ``host:port`` of the weights server; `key`: its bearer token.
             run: the run's name; ValueError if it is not a name of a run.
             folder: the local mailbox, in which versions are written.
-            tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; None if the server has none.
+            tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; "" if the server has none.
             delta: whether a delta from a local version is requested instead of the whole version: "auto" uses the
                 faster of the two, by its own measurements; "always" requests one whenever there is a local version.
             patience: seconds without a new byte, over all attempts, after which the server counts as lost.
@@ -91,7 +92,7 @@ class Mirror:
         """
         prefix(run)
         self.source, self.folder, self._key, self._run = source, folder, key, run
-        self._tls = tls_context(tls) if tls is not None else None
+        self._tls = client_context(tls)
         self._patience, self._seconds, self._part_size = patience, seconds, part_size
         self._choice, self._beside = _Choice(delta), beside
         self.moved = 0  #: bytes received or checked since the start

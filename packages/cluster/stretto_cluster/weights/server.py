@@ -39,6 +39,7 @@ from stretto.core.records import Record
 from stretto.processes import event_loop
 from stretto.processes.channel import run_role
 from stretto.processes.heartbeat import begin_role
+from stretto.processes.http.asgi import when_gone
 from stretto.processes.http.server import HttpServer, admit, settings_of
 from stretto.processes.http.transport import ZERO_COPY
 from stretto.weights.folder import path_of, versions
@@ -139,10 +140,6 @@ class WeightsApp:
             self._lists.pop(model, None)  # the next request reads them again
         return files.result()
 
-    def _newest(self) -> int | None:
-        there = versions(self._run, self._folder)
-        return there[-1][0] if there else None
-
     async def _send_file(self, file: int, tag: str, request: _Request, form: str = "") -> None:
         """Send an open file, or the requested range of it; status 304 without content if the client has it already. If
         the client disconnects, the sending ends without an error. `tag`: its ETag; `form`: value of `stretto-form`.
@@ -153,7 +150,8 @@ class WeightsApp:
         """
         etag, size, asked, send = _etag(tag), os.fstat(file).st_size, request.headers, request.send
         if asked.get(b"if-none-match") == etag:
-            return await self._start(send, 304, {b"etag": etag})
+            await self._start(send, 304, {b"etag": etag})
+            return await send({"type": "http.response.body"})
         part = _part(asked.get(b"range", b""), size) if asked.get(b"if-range", etag) == etag else None
         begin, end = part or (0, size)
         headers = {b"etag": etag, b"content-length": b"%d" % (end - begin), b"connection": b"close"}
@@ -161,8 +159,8 @@ class WeightsApp:
             headers[FORM.encode()] = form.encode("latin-1", "replace")
         if part:
             headers[b"content-range"] = b"bytes %d-%d/%d" % (begin, end - 1, size)
-        await self._start(send, 206 if part else 200, headers, more=True)
-        gone = asyncio.ensure_future(_gone(request.receive))
+        await self._start(send, 206 if part else 200, headers)
+        gone = asyncio.ensure_future(when_gone(request.receive, lambda: None))
         try:
             while begin < end and not gone.done():
                 message, begin = _piece(file, begin, end, zero_copy=request.zero_copy)
@@ -182,22 +180,15 @@ class WeightsApp:
     ) -> None:
         headers = {b"content-type": media.encode(), b"content-length": b"%d" % len(body)}
         headers |= {name.encode(): value.encode() for name, value in further.items()}
-        await self._start(send, status, headers, more=True)
+        await self._start(send, status, headers)
         await send({"type": "http.response.body", "body": body})
 
-    async def _start(self, send: Send, status: int, headers: Headers, *, more: bool = False) -> None:
-        newest = self._newest()
-        told = {RUN.encode(): self._run.encode()} | ({NEWEST.encode(): b"%d" % newest} if newest is not None else {})
-        # A client without the key does not learn the run's name.
-        await send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [*headers.items(), *(() if status == 401 else told.items())],
-            }
-        )
-        if not more:
-            await send({"type": "http.response.body"})
+    async def _start(self, send: Send, status: int, headers: Headers) -> None:
+        """Send the status and the headers, with those of the run; a client without the key does not learn these."""
+        told: dict[bytes, bytes] = {} if status == 401 else {RUN.encode(): self._run.encode()}
+        if told and (there := versions(self._run, self._folder)):
+            told[NEWEST.encode()] = b"%d" % there[-1][0]
+        await send({"type": "http.response.start", "status": status, "headers": [*(headers | told).items()]})
 
 
 class _Refused(Exception):
@@ -284,11 +275,6 @@ def _piece(file: int, begin: int, end: int, *, zero_copy: bool) -> tuple[Message
     if not body:
         raise TornPublication("a file became shorter while it was sent")
     return {"type": "http.response.body", "body": body, "more_body": True}, begin + len(body)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def _etag(tag: str) -> bytes:

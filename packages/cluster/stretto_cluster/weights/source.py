@@ -315,13 +315,3 @@ class _Part:
     end: int
     size: int = 0
     tag: str = ""
-
-
-def tls_context(tls: Path) -> ssl.SSLContext:
-    """Client context for TLS. The server must have a certificate of the authority in the folder `tls`; host names are
-    not checked. Raises OSError or ssl.SSLError for missing or invalid files."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname = False
-    context.load_verify_locations(tls / "ca.pem")
-    context.load_cert_chain(tls / "cert.pem", tls / "key.pem")
-    return context
