@@ -19,7 +19,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -407,30 +407,22 @@ class ExternalEngine:
             EngineLost: the engine has failed.
         """
         self._check_working()
-        counts = self._counts
         opened = [opened for opened in self._open.values() if not all(completion.done for completion in opened)]
         unfinished = sum(len(completion.token_ids) for completion in itertools.chain.from_iterable(opened))
         running = sum(not completion.done for completion in itertools.chain.from_iterable(opened))
         told = Occupancy(0, 0, 0.0)
         with contextlib.suppress(WireError, EngineLost, DeadlineExceeded):  # a failed measurement must not end a run
             told = await self._make.occupancy()
-        now = time.monotonic()
-        busy = counts.busy_seconds + (now - self._busy_since if self._busy_since is not None else 0.0)
+        self._note_busy()
         return EngineHealth(
             version=self.version,
             running=running,
             waiting=0,
-            generated=counts.generated,
-            prefilled=counts.prefilled,
-            recomputed=counts.recomputed,
-            interrupted=counts.interrupted,
             preempted=told.preempted,
-            wasted=counts.wasted,
-            updates=counts.updates,
-            busy_seconds=busy,
             unfinished=unfinished,
             needed=max(running / self._limits.slots, told.needed),
             checked=self._weights.checked + self._make.read,
+            **asdict(self._counts),
         )
 
     def drain_spans(self) -> list[Span]:

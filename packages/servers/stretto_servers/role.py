@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.frames import LARGEST_FRAME
+from stretto.core.tasks import cancel_and_wait
 from stretto.doors.loading import look_in
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.server import EngineApp, serve_app
@@ -80,7 +81,7 @@ async def play(spec: EngineSpec) -> None:
             await until_ready(server, wire, spec.publication_seconds or spec.start_seconds)
             engine = await _engine(spec, config, wire)
             app = EngineApp(engine, LARGEST_FRAME, key)
-            await serve_app(app, spec.address, _Life(engine, server, wire).run, spec.tls)
+            await serve_app(app, spec.address, partial(_until_either_ends, engine, server, wire), spec.tls)
         finally:
             await server.stop()
 
@@ -128,33 +129,17 @@ def most_connections() -> int:
     return max(1, (most - len(open_descriptors()) - _SPARE_DESCRIPTORS) // 2)
 
 
-class _Life:
-    """Joint life of engine and server: the failure of either ends both."""
-
-    def __init__(self, engine: ExternalEngine, server: Server, wire: Make) -> None:
-        self._engine, self._server, self._wire = engine, server, wire
-
-    async def run(self) -> None:
-        """Watch the server and the engine; raise when either ends, so it never returns.
-
-        Raises:
-            StrettoError: the server has ended or does not answer, or the engine has failed.
-        """
-        ended = asyncio.create_task(lost(self._server, self._wire))
-        working = asyncio.create_task(self._engine.run())
-        try:
-            await asyncio.wait((ended, working), return_when=asyncio.FIRST_COMPLETED)
-            raise ended.result() if ended.done() else _error_of(working)
-        finally:
-            ended.cancel()
-            working.cancel()
-            await asyncio.wait((ended, working))
-
-
-def _error_of(working: asyncio.Task[None]) -> BaseException:
-    error = working.exception()
-    assert error is not None, "an engine runs until it fails"
-    return error
+async def _until_either_ends(engine: ExternalEngine, server: Server, wire: Make) -> None:
+    """Run the engine and watch its server; raise the error of the one that ends first, and end both. Never returns.
+    `wire`: client of the server."""
+    ended, working = asyncio.create_task(lost(server, wire)), asyncio.create_task(engine.run())
+    try:
+        await asyncio.wait((ended, working), return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
+            raise ended.result()
+        working.result()  # raises: an engine runs until it fails
+    finally:
+        await cancel_and_wait([ended, working])
 
 
 if __name__ == "__main__":
