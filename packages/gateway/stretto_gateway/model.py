@@ -22,6 +22,7 @@ from stretto_workflows.chat.tool_calls import form_of, knows_reasoning, split_re
 _NAMES = 65_536  # size of the cache for texts of single tokens
 _LONG_TEXT = 20_000  # characters; encoding more takes milliseconds, and releases the GIL
 _SHOWN = 400  # characters of a reason
+_CALL_ID = 9  # characters of the id of a call, as Mistral's templates want
 _LAST = 64  # last tokens of a prompt, in which the opening mark of a thought is looked for
 Encoded = TypeVar("Encoded")
 
@@ -95,7 +96,8 @@ class ServedModel:
             segment: the completion, which has ended (`stop_reason`).
             id, created: id and Unix time (seconds) of the turn.
             prompt: tokens of the prompt.
-            call_id: called with 0, 1, ... for the calls in the message; returns the id of each.
+            call_id: called with 0, 1, ... for the calls in the message; returns a text whose first nine characters
+                become the id of the call. It must consist of letters and digits.
             top_logprobs: likeliest tokens at each position; empty for none.
         """
         ids, stops = segment.token_ids, request.options.stop
@@ -124,7 +126,7 @@ class ServedModel:
         reasoning, rest = split_reasoning(text, opens) if splits else ("", text)
         if not request.tools or request.options.tool_choice == "none":
             return Message("assistant", rest, reasoning)
-        parsed = form_of(self.template.chat_template).parse(rest, call_id)
+        parsed = form_of(self.template.chat_template).parse(rest, lambda number: call_id(number)[:_CALL_ID])
         return Message("assistant", parsed.text, reasoning, parsed.calls)
 
 

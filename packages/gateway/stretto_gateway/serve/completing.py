@@ -19,7 +19,6 @@ from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import Request
 from stretto_workflows.chat.messages import ChatRequest, SampledTurn
 
-_CALL_ID = 9  # letters and digits, as Mistral's templates want
 Stream = AsyncIterator[list[Progress]]
 
 
@@ -66,7 +65,7 @@ class Completing:
                 id=self.name,
                 created=self.created,
                 prompt=self.prompts[0].prompt_token_ids,
-                call_id=lambda number: secrets.token_hex(_CALL_ID)[:_CALL_ID],
+                call_id=lambda number: secrets.token_hex(),
                 top_logprobs=progress.top_logprobs,
             )
             for _, progress in sorted(found.items())

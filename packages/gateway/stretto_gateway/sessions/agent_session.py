@@ -31,7 +31,6 @@ from stretto_workflows.session import Session
 
 State = Literal["open", "ended"]
 _SHOWN = 300  # characters of a reason
-_CALL_ID = 9  # letters and digits, as Mistral's templates want
 
 
 class SessionEnded(NotServed):
@@ -311,7 +310,7 @@ class AgentSession:
             id=self._named(sampled.node),
             created=self.created,
             prompt=prompt.tokens,
-            call_id=lambda call: self._named(sampled.node, call)[:_CALL_ID],
+            call_id=lambda call: self._named(sampled.node, call),
         )
         self.as_json += prompt.match is Match.EQUAL_AS_JSON
         self.unapplied.update(rule.unapplied(request))
