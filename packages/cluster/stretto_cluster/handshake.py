@@ -19,7 +19,7 @@ import contextlib
 import hmac
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -141,7 +141,7 @@ class _Line:
         await self.writer.drain()
 
     async def receive(self, kind: type[_Kind]) -> _Kind:
-        """Receive the next message, of class `kind`. The errors below become those of `call` and `admit` in `_torn`.
+        """Receive the next message, of class `kind`. The errors below become those of `call` and `admit` in `_line`.
 
         Raises:
             HandshakeRefused: it is a refusal, or of another class.
@@ -164,23 +164,17 @@ class _Line:
 async def _line(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, seconds: float
 ) -> AsyncIterator[_Line]:
-    async with deadline("handshake", f"{peer} to prove the key", seconds):
-        with _torn(peer):
-            yield _Line(reader, writer, peer)
-
-
-@contextlib.contextmanager
-def _torn(peer: str) -> Iterator[None]:
     """Context manager: turns errors of the block into ones that name the peer. HandshakeBroken: it closed the
     connection. HandshakeRefused: it does not accept our certificate, or speaks another protocol, as a web browser or
-    another version of stretto does. TimeoutError and HandshakeRefused pass unchanged."""
-    try:
-        yield
-    except (TimeoutError, HandshakeRefused):
-        raise
-    except ssl.SSLError as error:  # a certificate is refused after the caller's side of TLS is done
-        raise HandshakeRefused(peer, f"does not accept our TLS ({error.reason or error})") from error
-    except (EOFError, OSError) as error:
-        raise HandshakeBroken(peer, "closed the connection during the handshake") from error
-    except (WireError, *UNREADABLE) as error:
-        raise HandshakeRefused(peer, f"speaks another language: {error}") from error
+    another version of stretto does. DeadlineExceeded: the block took longer than `seconds`."""
+    async with deadline("handshake", f"{peer} to prove the key", seconds):
+        try:
+            yield _Line(reader, writer, peer)
+        except (TimeoutError, HandshakeRefused):
+            raise
+        except ssl.SSLError as error:  # a certificate is refused after the caller's side of TLS is done
+            raise HandshakeRefused(peer, f"does not accept our TLS ({error.reason or error})") from error
+        except (EOFError, OSError) as error:
+            raise HandshakeBroken(peer, "closed the connection during the handshake") from error
+        except (WireError, *UNREADABLE) as error:
+            raise HandshakeRefused(peer, f"speaks another language: {error}") from error

@@ -73,15 +73,10 @@ class JoinedMachine:
     async def serve(self, lease: float) -> str:
         """Handle messages of the agent until its connection ends or it is silent for `lease` seconds. Then mark the
         machine as lost, and return how it was lost."""
-        reading = asyncio.ensure_future(self._read())
-        silent = asyncio.ensure_future(self._wire.watch(lease))
         try:
-            done, _ = await asyncio.wait([reading, silent], return_when=asyncio.FIRST_COMPLETED)
-            how = done.pop().result()
-        finally:
-            reading.cancel()
-            silent.cancel()
-            self._wire.cut()
+            how = await self._wire.take_all(self._take, lease)
+        except (WireError, *UNREADABLE) as error:
+            how = f"sent what no agent sends ({error})"
         self.mark_lost(how)
         return how
 
@@ -95,16 +90,8 @@ class JoinedMachine:
         """Seconds since the last message of the machine."""
         return time.monotonic() - self._heard
 
-    async def _read(self) -> str:
-        try:
-            while (message := await self._wire.receive()) is not None:
-                self._heard = time.monotonic()
-                self._take(message)
-        except (WireError, *UNREADABLE) as error:
-            return f"sent what no agent sends ({error})"
-        return "closed its connection"
-
     def _take(self, message: FromAgent) -> None:
+        self._heard = time.monotonic()
         match message:
             case Beat(sent, clock_offset, moved):
                 self.clock_offset, self.moved = clock_offset, moved

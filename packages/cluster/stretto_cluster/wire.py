@@ -118,26 +118,34 @@ class Wire(Generic[Received]):
         return f"sent no heartbeat for {lease:g} s"
 
     async def listen(self, take: Callable[[Received], None], lease: float) -> str:
-        """Send heartbeats and pass each received message to `take` until the peer is gone; closes the connection and
-        returns the reason: ``"closed its connection"``, or that nothing was received for `lease` seconds. No deadline,
-        because a healthy connection lasts as long as its processes.
+        """Send heartbeats while `take_all` runs; arguments, result and errors are those of it."""
+        beats = asyncio.create_task(self._beat())
+        try:
+            return await self.take_all(take, lease)
+        finally:
+            await cancel_and_wait([beats])
+
+    async def take_all(self, take: Callable[[Received], None], lease: float) -> str:
+        """Pass each received message to `take` until the peer is gone; closes the connection and returns the reason:
+        ``"closed its connection"``, or that nothing was received for `lease` seconds. No deadline, because a healthy
+        connection lasts as long as its processes.
 
         Raises:
             WireError, msgspec.MsgspecError: the peer speaks another protocol.
         """
-        beats, silence = asyncio.create_task(self._beat()), asyncio.create_task(self.watch(lease))
-        taken = asyncio.create_task(self._take_all(take))
+
+        async def take_each() -> str:
+            while (message := await self.receive()) is not None:
+                take(message)
+            return "closed its connection"
+
+        taken, silence = asyncio.create_task(take_each()), asyncio.create_task(self.watch(lease))
         try:
             await first_of(taken, silence)
             return taken.result() if taken.done() else silence.result()
         finally:
             self.cut()
-            await cancel_and_wait([beats, silence, taken])
-
-    async def _take_all(self, take: Callable[[Received], None]) -> str:
-        while (message := await self.receive()) is not None:
-            take(message)
-        return "closed its connection"
+            await cancel_and_wait([silence, taken])
 
     async def _beat(self) -> None:
         with contextlib.suppress(OSError):  # the listener hears of the end

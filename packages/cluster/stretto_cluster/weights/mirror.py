@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -111,7 +111,7 @@ class Mirror:
             DeadlineExceeded: no byte was received or checked for too long.
             OSError: there is no space, with the path; nothing was switched in, and no file is left.
         """
-        return await self._in_thread(f"version {version}", partial(self._pull, version))
+        return await self._in_thread(f"version {version}", self._coming, partial(self._pull, version))
 
     async def fetch_model(
         self, folder: Path, beside: Callable[[], Iterable[Path]] = tuple, kind: str = "model"
@@ -129,20 +129,30 @@ class Mirror:
             DeadlineExceeded: no byte was received or checked for too long.
             OSError: there is no space, with the path.
         """
-        await self._in_thread(f"the {kind} folder", partial(self._fetch_in_turn, kind, folder, beside))
 
-    async def _in_thread(self, what: str, work: Callable[[Transfer], T]) -> T:
-        """Run `work` in a thread, after the transfer before it has ended; returns its result. `what`: its name in
-        errors. If it is cancelled, its connection is closed and no file is switched in; so too without progress for too
-        long, which raises DeadlineExceeded."""
+        def coming() -> list[Path]:
+            return [file for other in beside() for file in _making(other).glob("*")]
+
+        await self._in_thread(f"the {kind} folder", coming, partial(self._fetch_model, kind, folder, beside))
+
+    async def _in_thread(self, what: str, coming: Callable[[], Iterable[Path]], work: Callable[[Transfer], T]) -> T:
+        """Run `work` in a thread, after the transfer before it and those of other mirrors have ended; returns its
+        result. `what`: its name in errors. `coming`: files in which other mirrors' transfers show progress. If it is
+        cancelled, its connection is closed and no file is switched in; so too without progress for too long, which
+        raises DeadlineExceeded."""
         with waiting("the mirror", "its transfer before", self._seconds):
             await self._one.acquire()
         try:
             transfer = Transfer(
                 self.source, self._key, self._run, self._tls, self._patience, self._has_moved, self._part_size
             )
+
+            def work_in_turn() -> T:
+                with in_turn(self.folder.parent / f"{prefix(self._run)}pull", self._waiting(transfer, coming)):
+                    return work(transfer)
+
             async with standstill("the mirror", f"{what} from {self.source}", self._seconds, self._so_far):
-                task = asyncio.ensure_future(asyncio.to_thread(work, transfer))
+                task = asyncio.ensure_future(asyncio.to_thread(work_in_turn))
                 try:
                     return await asyncio.shield(task)
                 except asyncio.CancelledError:
@@ -159,17 +169,6 @@ class Mirror:
 
     async def _so_far(self) -> int:
         return self.moved
-
-    def _pull(self, version: int, transfer: Transfer) -> Pulled:
-        with in_turn(self._lock, self._waiting(transfer, self._coming)):
-            path = path_of(self._run, self.folder, version)
-            if not path.exists():
-                link_first((path_of(self._run, other, version) for other in self._beside()), path)
-            return self._pull_alone(version, transfer)
-
-    @property
-    def _lock(self) -> Path:
-        return self.folder.parent / f"{prefix(self._run)}pull"
 
     def _waiting(self, transfer: Transfer, coming: Callable[[], Iterable[Path]]) -> Callable[[], None]:
         """Return a function to call while another mirror pulls the files `coming`: it counts each time at which they
@@ -188,8 +187,10 @@ class Mirror:
     def _coming(self) -> list[Path]:
         return [file for other in self._beside() for file in other.glob(f"{prefix(self._run)}*.partial")]
 
-    def _pull_alone(self, version: int, transfer: Transfer) -> Pulled:
-        start = time.perf_counter()
+    def _pull(self, version: int, transfer: Transfer) -> Pulled:
+        start, path = time.perf_counter(), path_of(self._run, self.folder, version)
+        if not path.exists():
+            link_first((path_of(self._run, other, version) for other in self._beside()), path)
         unlink(self.folder.glob(f"{prefix(self._run)}*.{os.getpid()}.partial"))
         base = self._base(version)
         asked, reason = self._choice.delta(base is not None)
@@ -201,8 +202,7 @@ class Mirror:
             form, reason = self._bring(version, transfer, None), "the delta gave other bytes"
         seconds = time.perf_counter() - start
         if form:
-            size = path_of(self._run, self.folder, version).stat().st_size
-            self._choice.took(asked, seconds / size)
+            self._choice.took(asked, seconds / path.stat().st_size)
         self._forget_abandoned(transfer.newest)
         drop(self._run, self.folder)
         said = form if ":" in form else f"{form}: {reason}" if form else "it was here already"
@@ -244,14 +244,8 @@ class Mirror:
         if newest is not None:
             unlink(file for number, file in versions(self._run, self.folder) if number > newest)
 
-    def _fetch_in_turn(self, kind: str, folder: Path, beside: Callable[[], Iterable[Path]], transfer: Transfer) -> None:
-        def coming() -> list[Path]:
-            return [file for other in beside() for file in _making(other).glob("*")]
-
-        with in_turn(self._lock, self._waiting(transfer, coming)):
-            self._fetch_model(kind, folder, [*beside()], transfer)
-
-    def _fetch_model(self, kind: str, folder: Path, beside: Sequence[Path], transfer: Transfer) -> None:
+    def _fetch_model(self, kind: str, folder: Path, beside: Callable[[], Iterable[Path]], transfer: Transfer) -> None:
+        others = [*beside()]
         files = {file.name: file for file in transfer.read_json(f"/{kind}", list[ModelFile])}
         if wrong := [name for name in files if name != Path(name).name or name.startswith(".")]:
             raise WireError(f"{self.source} lists a model file {wrong[0]!r}, which is no name of a file")
@@ -263,7 +257,7 @@ class Mirror:
         making.mkdir(parents=True, exist_ok=True)
         for name in files:
             if not (making / name).exists():
-                link_first((other / name for other in beside), making / name)
+                link_first((other / name for other in others), making / name)
         here = _has(making, files, self._has_moved)
         for file in files.values():
             if file.name not in here:

@@ -131,14 +131,15 @@ class WeightsApp:
     async def _files(self, model: Path) -> dict[str, ModelFile]:
         """Files of a model folder, by name. They are read only once, which takes minutes for a large model on a slow
         disk. Raises _Refused (503) if they are not read within five seconds; a further request waits for the same."""
-        listing = self._lists.setdefault(model, _Listing(model))
-        files = listing.begin()
-        await asyncio.wait([files], timeout=_LIST_SECONDS)
-        if not files.done():
+        if model not in self._lists:
+            self._lists[model] = _Listing(model)
+        listing = self._lists[model]
+        await asyncio.wait([listing.files], timeout=_LIST_SECONDS)
+        if not listing.files.done():
             raise _Refused(503, f"the files of {model.name} are being read", {READ: str(listing.read)})
-        if files.exception() is not None:
+        if listing.files.exception() is not None:
             self._lists.pop(model, None)  # the next request reads them again
-        return files.result()
+        return listing.files.result()
 
     async def _send_file(self, file: int, tag: str, request: _Request, form: str = "") -> None:
         """Send an open file, or the requested range of it; status 304 without content if the client has it already. If
@@ -200,17 +201,12 @@ class _Refused(Exception):
 
 
 class _Listing:
-    """List of the files of a model folder, made in a thread. `read`: bytes read so far."""
+    """List of the files of a model folder, which a thread begins to make at once. `files`: its task, with the files by
+    name. `read`: bytes read so far."""
 
     def __init__(self, model: Path) -> None:
         self.read = 0
-        self._model = model
-        self._files: asyncio.Task[dict[str, ModelFile]] | None = None
-
-    def begin(self) -> asyncio.Task[dict[str, ModelFile]]:
-        """Begin to make the list, unless that has begun; returns its task."""
-        self._files = self._files or asyncio.create_task(asyncio.to_thread(_list, self._model, self._count))
-        return self._files
+        self.files = asyncio.create_task(asyncio.to_thread(_list, model, self._count))
 
     def _count(self, size: int) -> None:
         self.read += size
