@@ -1,6 +1,7 @@
 """What keeps a gateway standing: its limits count what they name, what has ended is dropped, what is not on record does
 not hold, and a failure that is not the agent's is noted."""
 
+import asyncio
 import json
 import resource
 from collections import deque
@@ -113,6 +114,24 @@ async def test_where_no_room_is_left_the_session_that_was_idle_for_long_ends(tmp
     async with served_gateway(model, tmp_path) as gateway:
         assert (await gateway.shown(idle))["state"] == "ended"
         assert (await gateway.shown(used))["state"] == "open"
+
+
+async def test_a_turn_in_progress_for_more_than_an_hour_keeps_its_session_and_no_idle_one(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "yes", gate=asyncio.Event())
+    async with served_gateway(model, tmp_path, sessions=2) as gateway:
+        busy, idle = await gateway.open(), await gateway.open()
+        turn = asyncio.create_task(gateway.chat(busy, ASK))
+        while not model.running:
+            await asyncio.sleep(0.01)
+        for session, seconds in ((busy, 5000), (idle, 4000)):
+            held = gateway.app.sessions.named(session["id"])
+            assert held is not None
+            held.asked_at -= seconds
+        await gateway.open()
+        assert (await gateway.shown(idle))["state"] == "ended"
+        assert model.gate is not None
+        model.gate.set()
+        assert (await turn).status_code == 200
 
 
 async def test_the_sessions_of_a_run_take_no_room_from_services(tmp_path: Path) -> None:

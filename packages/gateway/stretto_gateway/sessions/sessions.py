@@ -225,12 +225,13 @@ class RecordedSessions:
         self._table.retire(session)
 
     async def _make_room(self) -> None:
-        found = self._table.open_ones()
+        found, since = self._table.open_ones(), time.monotonic() - _IDLE_SECONDS
         if len(found) < self._most:
             return
-        oldest = min(found, key=lambda session: session.asked_at)
-        if oldest.busy or time.monotonic() - oldest.asked_at < _IDLE_SECONDS:
+        idle = [session for session in found if session.asked_at <= since and not session.busy]
+        if not idle:
             raise NotServed(429, f"sessions: another one; at most {self._most:,} are open at once", "sessions")
+        oldest = min(idle, key=lambda session: session.asked_at)
         await self.ended(oldest)
         oldest.end()
 
