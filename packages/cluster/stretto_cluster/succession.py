@@ -65,6 +65,7 @@ async def assert_alone(folder: Path, tls: str) -> None:
     Raises:
         RunFolderError: a conductor is alive, so `folder` is a copy; or a newer conductor has continued the run from a
             copy of this folder; or its join file is damaged.
+        RecipeError: a certificate is missing or invalid.
     """
     known = recorded_join_file(folder)
     if known is None:  # the run was killed before it had a gate
@@ -94,16 +95,14 @@ async def tell(known: JoinFile, before: str, tenure: Tenure, tls: str, seconds: 
     """
     look, end = Look(known.run, tenure, known.address or known.control), time.monotonic() + seconds
     while time.monotonic() < end:
+        theirs: Tenure | None = None
         try:
             theirs = await _asked(known, before, tls, look)
         except MachineLost:
             if before.startswith(UNIX):  # even a suspended process on this machine would accept the connection
                 return ""
-            theirs = None
-        except (
-            RecipeError
-        ):  # our certificates cannot be read now: they are being renewed, say, in a run that goes on well
-            theirs = None
+        except RecipeError:
+            pass  # our certificates cannot be read now: they are being renewed, say, in a run that goes on well
         except HandshakeRefused as other:
             return f"nobody at {before} can be told that this conductor has the run now: {other}"
         if theirs is not None:

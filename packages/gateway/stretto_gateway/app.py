@@ -174,7 +174,7 @@ class ChatServer(ABC):
 
     def pages(self) -> dict[str, Handler]:
         """Handlers of GET requests by path."""
-        return {_MODELS: self.models, "/openapi.json": self._describe, "/health": self.health}
+        return {_MODELS: self.models, "/openapi.json": lambda call: call.reply(self.openapi()), "/health": self.health}
 
     @property
     def paths(self) -> frozenset[str]:
@@ -305,9 +305,6 @@ class ChatServer(ABC):
     def _unknown(self, name: str) -> NotServed:
         error = RefusedRequest("model", f"{name[:80]!r} is not served here", f"the model is {self.model.name!r}")
         return NotServed(404, str(error), "model", "model_not_found")
-
-    async def _describe(self, call: ChatExchange) -> None:
-        await call.reply(self.openapi())
 
     def openapi(self) -> bytes:
         """OpenAPI 3.1 description as JSON, generated from the record types of the bodies. It does not include limits of

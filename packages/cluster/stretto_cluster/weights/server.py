@@ -212,21 +212,6 @@ class _Listing:
         self.read += size
 
 
-def serve(app: WeightsApp, address: str, tls: Path | None) -> None:
-    """Serve at ``host:port`` until SIGTERM or SIGINT.
-
-    Args:
-        tls: a folder with ``ca.pem``, ``cert.pem`` and ``key.pem``; mirrors must present a certificate of that
-            authority. None: no encryption.
-
-    Raises:
-        OSError: the address cannot be bound.
-    """
-    host, _, port = address.rpartition(":")
-    with bound(host, int(port)) as endpoint:
-        event_loop.run(server_of(app, tls).serve([endpoint]))
-
-
 def bound(host: str, port: int) -> socket.socket:
     """Bind a socket to an address of this machine; port 0 takes a free one.
 
@@ -238,8 +223,9 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def server_of(app: WeightsApp, tls: Path | None = None) -> HttpServer:
-    """HTTP server of the application, to be run on a bound socket. `tls`: folder with ``ca.pem``, ``cert.pem`` and
-    ``key.pem``; None: no encryption."""
+    """HTTP server of the application, to be run on a bound socket; SIGTERM and SIGINT end it. `tls`: folder with
+    ``ca.pem``, ``cert.pem`` and ``key.pem``; mirrors must present a certificate of that authority. None: no
+    encryption."""
     settings = settings_of(
         app,
         timeout_graceful_shutdown=_SHUTDOWN_SECONDS,
@@ -324,7 +310,9 @@ def _serve(spec: WeightsServerSpec) -> None:
     key = Path(spec.key_file).read_text().strip()
     reference = Path(spec.reference) if spec.reference is not None else None
     app = WeightsApp(spec.run, Path(spec.folder), Path(spec.model), key, reference)
-    serve(app, spec.address, Path(spec.tls) if spec.tls is not None else None)
+    host, _, port = spec.address.rpartition(":")
+    with bound(host, int(port)) as endpoint:
+        event_loop.run(server_of(app, Path(spec.tls) if spec.tls is not None else None).serve([endpoint]))
 
 
 if __name__ == "__main__":

@@ -203,7 +203,8 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
     for place, item in enumerate(items):
         new = _message(item, f"input[{place}]")
         last = found[-1] if found else None
-        if last is not None and last.role == new.role == "assistant" and _goes_on(last, new):
+        # Behind text or calls, only calls belong to the same turn.
+        if last is not None and last.role == new.role == "assistant" and (new.calls or not (last.calls or last.text)):
             found[-1] = replace(
                 last,
                 text=last.text + new.text,
@@ -213,12 +214,6 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
         else:
             found.append(new)
     return found
-
-
-def _goes_on(last: Message, new: Message) -> bool:
-    if new.calls:
-        return True
-    return not last.calls and not last.text
 
 
 def _message(item: Item, place: str) -> Message:
