@@ -221,7 +221,8 @@ def make_of(kind: str, http: JsonServer, load_seconds: float) -> Make:
 def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = None) -> Launch:
     """Make the command and environment that start a server of `config.kind` on a port. `model`: model folder. `room`:
     its memory on the GPUs, passed by flags from the class's `flags_of_room`, unless `engine.arguments` have these
-    flags. There are no such flags if `room` is None, the server runs on the CPU, or the class lacks the method."""
+    flags. There are no such flags if `room` is None, the server runs on the CPU, or the class lacks the method. Raises
+    RecipeError if there is no such class."""
     make = MAKES.load(config.kind)
     launch: Launch = getattr(make, "launch")(config, model, port)  # noqa: B009  # of the class
     told = {word.partition("=")[0] for word in config.arguments}
@@ -234,7 +235,7 @@ def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = N
 
 def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
     """Check the class of `engine.kind` without starting a server; yields a description of each fault, nothing for a
-    usable class. `model`: model folder, passed to its `launch`."""
+    usable class. `model`: model folder, passed to its `launch`. Raises RecipeError if there is no such class."""
     make = MAKES.load(config.kind)
     if lacking := [name for name in (*_METHODS, "launch") if not callable(getattr(make, name, None))]:
         yield f"has no method {', '.join(lacking)} (docs/how_to/doors/engine.md)"

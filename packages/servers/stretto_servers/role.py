@@ -66,7 +66,8 @@ def wire_to(address: str, spec: EngineSpec, config: EngineConfig) -> Make:
 
 async def play(spec: EngineSpec) -> None:
     """Start the server, or connect to a running one (`spec.server`), load the newest version, and serve the engine's
-    interface until cancelled or until engine or server fail. A server that was started here ends with this call."""
+    interface until cancelled or until engine or server fail, whose error is raised. A server that was started here ends
+    with this call."""
     look_in(spec.path)
     key = os.environ.pop(ENGINE_KEY, "")  # before the server starts, which would inherit it
     config = EngineConfig.model_validate_json(spec.config)

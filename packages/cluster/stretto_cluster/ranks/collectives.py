@@ -52,11 +52,10 @@ _SHARDED, _TENSOR = "sharded", "tensor"
 class ShardedRanks(Ranks):
     """`Ranks` of several processes: collectives of torch's default process group and of groups made from it."""
 
-    def __init__(self, device: str, config: TrainerConfig | None = None, beside: str = "gloo") -> None:
+    def __init__(self, device: str, config: TrainerConfig, beside: str = "gloo") -> None:
         """Create the process groups, on every rank; torch's default group must exist. `device`: where the parameters
-        are, "cpu" or "cuda". `config`: dtypes of gathers and sums, and the divisions of tokens and matrices; None:
-        float32, no divisions. `beside`: backend of the second group."""
-        config = config or TrainerConfig()
+        are, "cpu" or "cuda". `config`: dtypes of gathers and sums, and the divisions of tokens and matrices. `beside`:
+        backend of the second group."""
         self.device, self._each = device, config.reduce_every == "micro_batch"
         self._numbers = MixedPrecisionPolicy(
             param_dtype=None if config.dtype == "float32" else getattr(torch, config.dtype),
@@ -256,7 +255,7 @@ def join(
         distributed.init_process_group(
             backend, store=store, rank=rank, world_size=count, timeout=timedelta(seconds=seconds)
         )
-        ranks = ShardedRanks(kind, config)
+        ranks = ShardedRanks(kind, config or TrainerConfig())
         if kind == "cuda":  # NCCL looks for its way at the first collective
             ranks.all_reduce(torch.zeros(1, device=kind))
     except RuntimeError as error:

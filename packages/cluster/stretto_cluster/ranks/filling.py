@@ -56,11 +56,11 @@ def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) 
 
 
 @torch.no_grad()
-def draw_adapters(model: nn.Module, seed: int = SEED) -> None:
+def draw_adapters(model: nn.Module) -> None:
     """Initialise adapters that were added to a model on the meta device, with the same numbers as `adapt`. Each rank
     draws one full A at a time, and keeps the rows of its shard."""
     with torch.random.fork_rng(devices=()):
-        torch.manual_seed(seed)
+        torch.manual_seed(SEED)
         for layer in adapted_layers(model).values():
             a, b = (cast(nn.Linear, both[ADAPTER]) for both in (layer.lora_A, layer.lora_B))
             whole = nn.Linear(a.in_features, a.out_features, bias=False).weight

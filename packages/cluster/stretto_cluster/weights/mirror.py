@@ -81,7 +81,8 @@ class Mirror:
             source: ``host:port`` of the weights server; `key`: its bearer token.
             run: the run's name; ValueError if it is not a name of a run.
             folder: the local mailbox, in which versions are written.
-            tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; "" if the server has none.
+            tls: a folder with ``ca.pem``, ``cert.pem``, ``key.pem``; RecipeError if one is missing or invalid. "" if
+                the server has none.
             delta: whether a delta from a local version is requested instead of the whole version: "auto" uses the
                 faster of the two, by its own measurements; "always" requests one whenever there is a local version.
             patience: seconds without a new byte, over all attempts, after which the server counts as lost.

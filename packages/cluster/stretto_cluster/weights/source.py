@@ -37,13 +37,7 @@ T = TypeVar("T")
 
 
 class Transfer:
-    """One transfer in the caller's thread, which blocks. The public attributes describe the last reply or file.
-
-    Example::
-
-        transfer = Transfer("10.0.0.1:8400", key, run, None, patience=10.0)
-        transfer.download("/versions/7", file)
-    """
+    """One transfer in the caller's thread, which blocks. The public attributes describe the last reply or file."""
 
     def __init__(
         self,
@@ -52,8 +46,8 @@ class Transfer:
         run: str,
         tls: ssl.SSLContext | None,
         patience: float,
-        came: Callable[[int], object] = lambda size: None,
-        part_size: int = PART_SIZE,
+        came: Callable[[int], object],
+        part_size: int,
     ) -> None:
         """Prepare a transfer; nothing is sent yet. `source`: the server's ``host:port``; `key`, `run`: sent with each
         request. `tls`: None: plain HTTP. `patience`: seconds without a byte after which the server is lost. `came` is

@@ -48,10 +48,12 @@ class Host(Protocol):
         """
 
     async def rewarded(self, session: AgentSession) -> None:
-        """Record the rewards of the session (`AgentSession.given`), after one of them was set."""
+        """Record the rewards of the session (`AgentSession.given`), after one of them was set. Any error means that
+        they are not on record."""
 
     async def ended(self, session: AgentSession) -> None:
-        """Record the end of the session. The caller ends it afterwards (`AgentSession.end`)."""
+        """Record the end of the session. The caller ends it afterwards (`AgentSession.end`). Any error means that it is
+        not on record."""
 
 
 class SessionTable:
