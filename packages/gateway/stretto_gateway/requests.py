@@ -73,6 +73,12 @@ class NotServed(Exception):
 DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 
 
+def shared_options(body: object) -> dict[str, Any]:
+    """Sampling options that each dialect calls as `SamplingOptions` does, if it has them: the distribution and the
+    seed. `body`: decoded body of a request. None for a field that the client has not set, or the body does not have."""
+    return {field: getattr(body, field, None) for field in (*DISTRIBUTION, "seed")}
+
+
 @dataclass(frozen=True)
 class CallForms:
     """Makes grammars for the turns of one model. `form`: the model's syntax of tool calls. `vocabulary`: its token ids

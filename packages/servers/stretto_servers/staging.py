@@ -4,8 +4,8 @@ memory."""
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +68,8 @@ class StagedWeights(FolderAsItIs):
 
 def shapes_of(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors in a model folder, by name. An output layer that is tied to the embedding is included."""
-    with ExitStack() as opened:
-        found = {
-            name: tuple(file.get_slice(name).get_shape())
-            for file in _opened(folder, opened)
-            for name in file.keys()  # noqa: SIM118  # no mapping
-        }
+    with _opened(folder) as files:
+        found = {name: tuple(file.get_slice(name).get_shape()) for name, file in files.items()}
     return ({_HEAD: found[_EMBEDDING]} if _EMBEDDING in found else {}) | found
 
 
@@ -96,10 +92,9 @@ def compare(
     """
     sums = _together(workers, digests)
     wrong, compared = [], 0
-    with ExitStack() as opened:
-        places = {name: file for file in _opened(folder, opened) for name in file.keys()}  # noqa: SIM118  # no mapping
+    with _opened(folder) as files:
         for name, digest in digests.items():
-            tensor = places[name].get_tensor(name) if name in places else None
+            tensor = files[name].get_tensor(name) if name in files else None
             if tensor is None or not digest.agrees(digest_of_tensor(tensor)):
                 wrong.append(name)
             elif (own := sums.get(name)) is not None and (whole := _expected(tensor, own)) is not None:
@@ -135,8 +130,12 @@ def _together(workers: Sequence[Mapping[str, str]], digests: Mapping[str, Tensor
     return found
 
 
-def _opened(folder: Path, stack: ExitStack) -> list[Any]:
-    return [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
+@contextmanager
+def _opened(folder: Path) -> Iterator[dict[str, Any]]:
+    """Context manager: the open safetensors files of a folder, each by the names of its tensors."""
+    with ExitStack() as stack:
+        files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
+        yield {name: file for file in files for name in file.keys()}  # noqa: SIM118  # no mapping
 
 
 def _link(place: Path, target: Path) -> None:

@@ -21,7 +21,7 @@ from stretto.core.records import Record, StopReason
 from stretto.processes.http.asgi import parse_record, sent_event
 from stretto_gateway.dialects.dialect import TokenCount
 from stretto_gateway.dialects.openai import MostTokens, Stops, Temperature, TopK, TopP
-from stretto_gateway.requests import NotServed
+from stretto_gateway.requests import NotServed, shared_options
 from stretto_workflows.chat.messages import ChatRequest, Message, SampledTurn, SamplingOptions, Tool, ToolCall
 
 _BILLING = "x-anthropic-billing-header:"
@@ -151,14 +151,12 @@ class MessagesDialect:
             tools=_tools(found),
             options=SamplingOptions(
                 max_tokens=found.max_tokens,
-                temperature=found.temperature,
-                top_p=found.top_p,
-                top_k=found.top_k,
                 stop=tuple(found.stop_sequences or ()),
                 tool_choice=_chosen(choice),
                 parallel_calls=not choice.disable_parallel_tool_use,
                 json=form is not None,
                 schema=form.schema if form else None,
+                **shared_options(found),
             ),
             stream=bool(found.stream),
         )

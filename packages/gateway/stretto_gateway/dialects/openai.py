@@ -22,7 +22,7 @@ from stretto.engine.text import NO_CHARACTER, RunningText, StopFinder
 from stretto.processes.http.asgi import KEEP_ALIVE, sent_event
 from stretto_gateway.dialects.dialect import TokenCount
 from stretto_gateway.model import ServedModel
-from stretto_gateway.requests import NotServed, Request
+from stretto_gateway.requests import NotServed, Request, shared_options
 from stretto_workflows.chat.messages import SampledToken, SamplingOptions
 
 
@@ -154,13 +154,9 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
         """Sampling options of the request. `max_tokens`, `logprobs` and `further`: fields of `SamplingOptions`."""
         return SamplingOptions(
             max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            seed=self.seed,
             stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
             logprobs=logprobs,
+            **shared_options(self),
             **further,
         )
 

@@ -29,7 +29,7 @@ from stretto_gateway.dialects.openai import (
     error_of,
     logprob_of,
 )
-from stretto_gateway.requests import NotServed
+from stretto_gateway.requests import NotServed, shared_options
 from stretto_workflows.chat.messages import ChatRequest, Message, SampledTurn, SamplingOptions, Tool, ToolCall
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -254,16 +254,12 @@ def _options(body: ResponsesBody) -> SamplingOptions:
     logprobs = body.top_logprobs if body.top_logprobs or _LOGPROBS not in (body.include or ()) else 0
     return SamplingOptions(
         max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
-        top_k=body.top_k,
-        min_p=body.min_p,
-        seed=body.seed,
         tool_choice=choice if isinstance(choice, str) else choice.name,
         parallel_calls=body.parallel_tool_calls is not False,
         json=form.type != "text",
         schema=form.schema,
         logprobs=logprobs,
+        **shared_options(body),
     )
 
 

@@ -27,7 +27,7 @@ from stretto_gateway.dialects.openai import (
     TopLogprobs,
     TopP,
 )
-from stretto_gateway.requests import PromptRequest
+from stretto_gateway.requests import PromptRequest, shared_options
 from stretto_workflows.chat.messages import SamplingOptions
 
 
@@ -89,14 +89,7 @@ class TokenIdsDialect(ChoiceDialect):
             model=found.model,
             prompts=(tuple(found.token_ids),),
             options=SamplingOptions(
-                max_tokens=params.max_tokens,
-                temperature=params.temperature,
-                top_p=params.top_p,
-                top_k=params.top_k,
-                min_p=params.min_p,
-                seed=params.seed,
-                stop=tuple(stop),
-                logprobs=params.logprobs,
+                max_tokens=params.max_tokens, stop=tuple(stop), logprobs=params.logprobs, **shared_options(params)
             ),
             stream=found.stream,
             dialect_fields={"id": found.request_id},
