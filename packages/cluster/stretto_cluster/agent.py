@@ -181,6 +181,8 @@ class _Session:
 
     @classmethod
     async def open(cls, offer: Offer, join: Join, say: Callable[[str], None]) -> _Session:
+        """Connect to the gate and join its run. Raises MachineLost, DeadlineExceeded, HandshakeBroken or OSError if
+        another attempt may succeed, else HandshakeRefused or RecipeError."""
         reader, writer = await connect(offer.address, client_context(offer.tls))
         gate = f"the run at {offer.address}"
         with contextlib.ExitStack() as undo:

@@ -204,6 +204,7 @@ class RemoteProcess:
 
     @property
     def running(self) -> bool:
+        """Whether the process was ordered to start, and neither its end nor the loss of its machine is known."""
         return self._end is not None and not self._end.done() and not self._machine.lost.done()
 
     @property

@@ -136,7 +136,10 @@ class Ended(Record, frozen=True, tag=True):
     broken: str = ""
 
 
+#: A line of a session's file: the opening, a piece of a node's segment, a call, the reply to it, all
+#: rewards so far, the end.
 Line = Opened | Written | Began | Replied | Rewarded | Ended
+#: Makes the sampler of a session from its id and its record.
 MakeSampler = Callable[[str, SessionRecord], Sampler]
 
 
