@@ -392,7 +392,8 @@ class ExternalEngine:
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Score texts (token ids) on the server: log-probabilities of all tokens but the first of each. A text of one
-        token has none. Raises RefusedRequest for an invalid text, and EngineLost if the engine has failed."""
+        token has none. Raises RefusedRequest for an invalid text, EngineLost if the engine has failed, and the errors
+        of `Make.score`."""
         self._check_working()
         for number, text in enumerate(texts):
             check_text(text, f"texts[{number}]", self._limits.vocab_size, self._limits.context_length - 1)

@@ -39,8 +39,8 @@ class Splice:
         os.close(self._far)
 
     def take(self, source: int, most: int) -> int:
-        """Take up to `most` bytes that have arrived at a non-blocking socket; returns their number, 0 if the peer has
-        closed the connection. Call `place` before the next `take`.
+        """Take up to `most` bytes, 1 MiB at most, that have arrived at the non-blocking socket with the descriptor
+        `source`. Returns their number, 0 if the peer has closed the connection. Call `place` before the next `take`.
 
         Raises:
             BlockingIOError: nothing has arrived.
