@@ -39,6 +39,10 @@ class ToySpec(Record, frozen=True):
     model: str
 
 
+class TextSpec(Record, frozen=True):
+    text: str
+
+
 JOINED = f"joined {RUN} with 1 engine(s), which work as soon as they have its weights"
 
 
@@ -100,6 +104,27 @@ async def test_a_machine_joins_serves_and_leaves_without_a_trace(home: Path) -> 
         assert "closed its connection" in await machine.lost
         await client.close()
         await other_client.close()
+
+
+async def test_a_letter_that_lies_in_two_pieces_of_a_log_arrives_whole(home: Path) -> None:
+    async with hosted(home) as host, agent(host.address):
+        machine = await host.machine()
+        for pad in ("", "x"):  # a piece has 64 KiB, an even number: with one of the two a letter lies across its end
+            process, text = machine.role(0, f"teller{pad}", "tests.cluster.telling_role", {}), pad + "é" * 40_000
+            await process.start(TextSpec(text), 1)
+            await process.ended()
+            await until(lambda log=process.log: log.read_text(errors="replace").endswith("\n"))
+            assert text in process.log.read_text()
+
+
+async def test_all_that_a_role_has_written_arrives_though_it_is_started_again_at_once(home: Path) -> None:
+    async with hosted(home) as host, agent(host.address):
+        machine = await host.machine()
+        process, text = machine.role(0, "teller", "tests.cluster.telling_role", {"TIMES": "3"}), "a" * 100_000
+        for _ in range(2):  # 300,000 bytes each, of which a heartbeat takes 65,536
+            await process.start(TextSpec(text), 1)
+            await process.ended()
+        await until(lambda: process.log.read_text().count(text) == 6)
 
 
 async def test_a_version_that_a_killed_role_held_for_its_server_is_freed(home: Path) -> None:

@@ -10,6 +10,7 @@ the conductor has given up by then, and joins again.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import os
 import shutil
@@ -78,6 +79,7 @@ _BEAT_SECONDS = 1.0
 _LOG_BYTES = 64 << 10  # most bytes of each role's log that go with a heartbeat
 _LEAVE_SECONDS = 30.0
 _REMEMBERED = 16  # newest round trips; the shortest one gives the clock offset
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ class _Seat:
     name: str = ""
     process: RoleProcess | None = None
     told: int = 0  # bytes of its log that were sent to the conductor
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))  # keeps a part of a letter
 
 
 async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Event) -> str:
@@ -372,7 +375,9 @@ class _Session:
             await seat.process.stop(0.0)
         self._send_log(seat)
         log = self.folder / f"{order.name}.txt"
-        seat.name, seat.told = order.name, log.stat().st_size if log.exists() else 0
+        if seat.name != order.name:  # else what is not sent yet of its log follows with later heartbeats
+            seat.name, seat.told = order.name, log.stat().st_size if log.exists() else 0
+            seat.decoder.reset()
         seat.process = process = RoleProcess(order.name, order.module, log, self.terms.hung)
         own = self.offer.environments[order.place] if self.offer.environments else {}
         try:
@@ -424,4 +429,4 @@ class _Session:
             log.seek(seat.told)
             if data := log.read(_LOG_BYTES):
                 seat.told += len(data)
-                self.wire.send(LogText(name=seat.name, text=data.decode(errors="replace")))
+                self.wire.send(LogText(name=seat.name, text=seat.decoder.decode(data)))
