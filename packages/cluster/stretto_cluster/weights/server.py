@@ -189,7 +189,7 @@ class WeightsApp:
         told: dict[bytes, bytes] = {} if status == 401 else {RUN.encode(): self._run.encode()}
         if told and (there := versions(self._run, self._folder)):
             told[NEWEST.encode()] = b"%d" % there[-1][0]
-        await send({"type": "http.response.start", "status": status, "headers": [*(headers | told).items()]})
+        await send({"type": "http.response.start", "status": status, "headers": [*headers.items(), *told.items()]})
 
 
 class _Refused(Exception):
