@@ -133,7 +133,7 @@ def gold_piece(answer: str) -> FinalAnswer:
     """Extract the final answer from a gold answer.
 
     Raises:
-        Undecided: there is none.
+        Undecided: there is none, or it exceeds the limits.
     """
     text = answer.replace("’", "'")
     if "boxed{" in text:  # no gold answer is cut off
@@ -148,7 +148,8 @@ def gold_piece(answer: str) -> FinalAnswer:
 
 
 def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
-    """Whether two final answers are equal: compared strictly, else by math-verify; Undecided if neither can."""
+    """Whether two final answers are equal: compared strictly, else by math-verify; Undecided if neither can. False also
+    if `given` only repeats an equation of the question, `prompt`."""
     check_piece(given.text)
     given = _with_point(given, gold)
     if is_open(gold.text) != is_open(given.text) or _differ_in_modulus(gold.text, given.text):
@@ -184,7 +185,7 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
 
 
 def _in_base_of(prompt: str, found: Node) -> Node:
-    """The structure without the base of its number, if the question asks for that base."""
+    """The structure without the base of its number, if the question asks for that base; else as it is."""
     if isinstance(found, Relation):
         return replace(found, sides=(*found.sides[:-1], _in_base_of(prompt, found.sides[-1])))
     if not isinstance(found, Scalar) or not found.unit.startswith("base "):
@@ -194,8 +195,8 @@ def _in_base_of(prompt: str, found: Node) -> Node:
 
 
 def _same_statement(gold: str, given: str) -> Opinion:
-    """Whether two words are equal, of which one or both are a sentence: "The statement is true" for "true". A sentence
-    about one of several, such as "Bob is taller", says more than its predicate."""
+    """Whether two texts are equal, of which one or both may be a sentence: "The statement is true" for "true"; None if
+    unknown. A sentence about one of several, such as "Bob is taller", says more than its predicate."""
     expected, found = ((stated(text) if _ONLY_SUBJECT.match(text) else None) or text for text in (gold, given))
     return same(Words(expected), Words(found))
 
@@ -213,7 +214,8 @@ def _differ_in_modulus(gold: str, given: str) -> bool:
 
 
 def _is_worded(found: Node | None) -> bool:
-    r"""Whether words are a part of what was parsed, so that it has no value: ``\text{a loss of }5``."""
+    r"""Whether words are a part of what was parsed, so that it has no value: ``\text{a loss of }5``. True also if
+    nothing was (None)."""
     return found is None or isinstance(found, Words) or (isinstance(found, Scalar) and r"\text" in found.latex)
 
 

@@ -53,7 +53,8 @@ _LETTERS = re.compile(r"[a-zA-Z0-9 ]+")
 
 @dataclass(frozen=True)
 class Time:
-    """Time of day in minutes since midnight. `sure`: whether it is known to be AM or PM."""
+    """Time of day in minutes since midnight. `sure`: whether it is known to be AM or PM; if not, twelve hours more or
+    less are as likely."""
 
     minutes: int
     sure: bool
@@ -121,14 +122,15 @@ def same(gold: Node, answer: Node) -> Opinion:
 
 
 def _same_values(gold: Mapping[str, Node], answer: Mapping[str, Node]) -> Opinion:
-    """Compare values by their names, in any order."""
+    """Whether two sets of named values are the same, in any order; None if unknown. If the names differ, ``x_0`` counts
+    as ``x``."""
     if gold.keys() != answer.keys():
         gold, answer = without_zeros(gold), without_zeros(answer)
     return gold.keys() == answer.keys() and _in_order([*gold.values()], [answer[called] for called in gold])
 
 
 def _same_form(gold: Node, answer: Node) -> Opinion:
-    """Compare two nodes, according to their types."""
+    """Whether two nodes are the same, by the rules for their types; None if unknown. `same` has prepared equations."""
     match gold, answer:
         case Letter(), Letter():
             return gold.letter == answer.letter
@@ -184,7 +186,7 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
 
 
 def _same_relations(gold: Relation, answer: Relation) -> Opinion:
-    r"""Compare two relations; ``x \in (0, 3)`` is ``0 < x < 3``."""
+    r"""Whether two relations say the same, as ``x \in (0, 3)`` and ``0 < x < 3`` do; None if unknown."""
     if is_naming(gold) != is_naming(answer):
         member, bounded = (gold, answer) if is_naming(gold) else (answer, gold)
         match member:
@@ -195,7 +197,8 @@ def _same_relations(gold: Relation, answer: Relation) -> Opinion:
 
 
 def _same_as_named(gold: Node, answer: Relation) -> Opinion:
-    """Whether `gold` is the value that the relation `answer` states, as in ``x = 5``."""
+    """Whether `gold` is the value that the relation `answer` states, as in ``x = 5``; None if unknown. False also if
+    `answer` states no value (``2x = 5``)."""
     first, last = answer.sides[0], answer.sides[-1]
     if not says_its_last_side(answer, same):
         return False
@@ -207,8 +210,8 @@ def _same_as_named(gold: Node, answer: Relation) -> Opinion:
 
 
 def _same_words(gold: Node, answer: Node) -> Opinion:
-    """Whether two texts have the same letters. A formula counts as a text only if it consists of letters, digits and
-    spaces."""
+    """Whether two texts have the same letters; "true" is "yes", and the order of a list in words does not count. None
+    if a text has no letters, False for a formula of more than letters, digits and spaces."""
     if any(isinstance(node, Scalar) and not _LETTERS.fullmatch(node.latex) for node in (gold, answer)):
         return False
     first, second = letters(gold), letters(answer)
@@ -221,13 +224,15 @@ def _same_words(gold: Node, answer: Node) -> Opinion:
 
 
 def _members(given: Node) -> list[str]:
-    """Sorted members of a list in words, so that "Bob and Alice" equals "Alice, Bob"."""
+    """Letters of each member of a list in words, sorted, so that "Bob and Alice" equals "Alice, Bob". Empty if `given`
+    is no `Words`."""
     parts = _JOINT.split(given.text) if isinstance(given, Words) else []
     return sorted(letters(part) for part in parts)
 
 
 def is_product(given: Node) -> bool:
-    """Whether the letters are a product that may be reordered, such as ``xyz`` (neighbours in the alphabet)."""
+    """Whether the words are a product that may be reordered, such as ``zyx``: at most four neighbours in the alphabet,
+    but not "no". True for a node that is no `Words`."""
     text = "".join(sorted(given.text)) if isinstance(given, Words) else ""
     return len(text) < 5 and text in ascii_lowercase and text != "no"
 
@@ -275,8 +280,9 @@ def _once(items: Sequence[Node], *, are_sets: bool) -> tuple[Node, ...]:
 
 
 def _differ_in_ends(one: Listing, other: Listing) -> bool:
-    """Whether the brackets of two lists contradict each other. For two items brackets must be equal, since they may be
-    an interval; only a pair ``(a, b)`` may lack its brackets."""
+    """Whether the brackets of two lists contradict each other; the `other` list may have no order. For two items
+    brackets must be equal, since they may be an interval; only a pair ``(a, b)`` may lack its brackets. Among more,
+    only round brackets differ from others."""
     ends = (one.opening, one.closing), (other.opening, other.closing)
     if len(one.items) > 2 and other.ordered:
         return ("(" in ends[1][0]) != (")" in ends[1][1])
@@ -284,8 +290,8 @@ def _differ_in_ends(one: Listing, other: Listing) -> bool:
 
 
 def _same_part(gold: Node, answer: Node) -> Opinion:
-    """Whether two items of lists are the same. If the item is a choice with its content, only its letter counts. The
-    set of a member is not the member."""
+    """Whether two items of lists are the same; None if unknown. If `answer` is a choice with its content, only its
+    letter counts. The set of a member is not the member."""
     if isinstance(answer, Listing) and answer.opening == "{" and not isinstance(gold, Listing | Union | Matrix | Words):
         return False
     return same(gold, Words(answer.letter) if isinstance(answer, Letter) else answer)
@@ -302,8 +308,8 @@ def _in_order(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
 
 
 def _matched(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
-    """Whether each item has an equal partner. A greedy match suffices, since equality is transitive (up to
-    rounding)."""
+    """Whether each item has an equal partner; None if that is unknown or the numbers of items differ. A greedy match
+    suffices, since equality is transitive (up to rounding)."""
     left = list(answer)
     if len(gold) != len(left):
         return None
@@ -320,7 +326,7 @@ def _matched(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
 
 
 def _as_rows(listing: Listing) -> Matrix | None:
-    """``[[1,2],[3,4]]`` as a matrix; None if it is no matrix."""
+    """``[[1,2],[3,4]]`` as a matrix; None if it is no list of two or more rows in square brackets."""
     rows = [row.items for row in listing.items if isinstance(row, Listing) and row.opening == "["]
     return Matrix(tuple(rows)) if len(rows) == len(listing.items) > 1 and listing.opening == "[" else None
 
@@ -333,7 +339,8 @@ def _same_matrix(gold: Matrix, answer: Matrix) -> Opinion:
 
 
 def _same_vector(matrix: Matrix, listing: Listing) -> Opinion:
-    """Compare a matrix of one column or row with a tuple."""
+    """Whether a matrix of one column or row is the same as a tuple; None for a larger matrix, or if unknown. False if
+    `listing` has no order."""
     if len(matrix.rows) > 1 and any(len(row) > 1 for row in matrix.rows):
         return None
     cells = [cell for row in matrix.rows for cell in row]
@@ -373,7 +380,8 @@ def _same_quotient(above: Node, below: Node, other: Scalar) -> Opinion:
 
 
 def _same_division(ratio: Ratio, other: Scalar) -> Opinion:
-    """Compare a ratio as a quotient with a number. A ratio that may be a time of day must be equal as written."""
+    """Whether a ratio of two parts, as a quotient, equals a number; None if unknown. A ratio that may be a time of day
+    must be equal as written."""
     above, below = ratio.parts
     quotient = _quotient(above, below)
     if quotient is None or not _may_be_time(ratio):
@@ -386,7 +394,8 @@ def _is_interval(item: Node) -> bool:
 
 
 def _same_ranges(gold: Sequence[Node], answer: Union) -> Opinion:
-    """Compare inequalities such as ``x < 1 or x > 2``, or a list of intervals with endless ones, with a union."""
+    """Whether inequalities such as ``x < 1 or x > 2``, or a list of intervals with endless ones, are the parts of a
+    union; None if unknown, False for any other list."""
     endless = any(isinstance(item, Listing) and r"\infty" in str(item) for item in gold)  # no point has such an end
     intervals = [
         as_interval(item) if isinstance(item, Relation) else item if endless and _is_interval(item) else None

@@ -34,7 +34,8 @@ _INTEGERS = ((2, 3), (5, 2), (4, 7), (3, 11))
 
 
 def same_value(one: sympy.Basic, other: sympy.Basic, renamed: Mapping[str, str] | None = None) -> bool | None:
-    """Compare two expressions. True: equal at every point; False: different at one; None: undetermined.
+    """Compare two expressions. True: equal at every sampled point, at least three; False: different at one; None:
+    undetermined, since too few points have values.
 
     `renamed` maps symbols of `other` to symbols of `one`.
 
@@ -89,7 +90,8 @@ def _agree(one: sympy.Basic, other: sympy.Basic, point: Point) -> bool:
 
 
 def _extent(expression: sympy.Basic, point: Point) -> int:
-    """Largest number of digits, before or after the decimal point, of any number in the expression."""
+    """Largest number of digits, before or after the decimal point, in the value of any part of the expression. Parts
+    without a value do not count."""
     bits = 1
     for part in sympy.preorder_traversal(expression):
         try:
@@ -112,7 +114,8 @@ def _is_infinite(expression: sympy.Basic) -> bool:
 
 
 def within(expression: sympy.Basic, centre: Fraction, distance: Fraction) -> bool:
-    """Whether the value of an expression without symbols is at most `distance` from `centre`; False without a value."""
+    """Whether the value of an expression without symbols is at most `distance` from `centre`; False without a value.
+    Undecided is raised if its magnitude exceeds the limits."""
     with mpmath.workdps(_DIGITS):
         try:
             found = value(expression, Point())
@@ -165,6 +168,9 @@ def proportional(one: sympy.Basic, other: sympy.Basic) -> int | None:
     """Sign of the constant c ≠ 0 with one = c · other; 0 if there is no such constant, None if undetermined.
 
     The equations ``one = 0`` and ``other = 0`` are the same when there is such a c.
+
+    Raises:
+        Undecided: the numbers are too large.
     """
     one, other = named(one), named(other)
     symbols = sorted({str(symbol) for side in (one, other) for symbol in side.free_symbols} - {"i"})

@@ -44,7 +44,7 @@ def is_naming(relation: Relation) -> bool:
 
 
 def is_number(side: Node) -> bool:
-    """Whether the side is an expression without variables."""
+    """Whether the side is an expression without variables. False if it cannot be read."""
     if not isinstance(side, Scalar):
         return False
     try:
@@ -54,8 +54,8 @@ def is_number(side: Node) -> bool:
 
 
 def name(side: Node) -> str | None:
-    """Name that one side of an equation gives to the other side, such as x, f(x), AB/CD, (p, q), or a text; None if the
-    side is no name."""
+    """Name that one side of an equation gives to the other side: x, f(x), AB/CD, (p, q), a text, or LaTeX that cannot
+    be read. None if the side is no name."""
     match side:
         case Words(text=text):
             return text.replace(" ", "")
@@ -89,7 +89,7 @@ def _is_length(found: sympy.Basic) -> bool:
 
 def says_its_last_side(given: Relation, same: Same) -> bool:
     """Whether the other sides of an equation name its last side (``x = 5``) or compute it (``6 · 7 = 42``, ``a^2 + b^2
-    = 9 + 16 = 25``)."""
+    = 9 + 16 = 25``). `same` compares two sides. False if one of them computes another value (``x = 41 = 37``)."""
     first, *between, last = given.sides
     if not all(computes(side, last, same, given.signs[0]) for side in between if _is_constant(side)):
         return False  # x = 41 = 37
@@ -103,7 +103,8 @@ def says_its_last_side(given: Relation, same: Same) -> bool:
 def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:
     """Whether a side of an equation is the computation of `value`, as in ``2 + 3 = 5``; False for ``2 + 2 = 5``.
 
-    False for a side with a variable. True if `same` cannot decide, and for every congruence (`sign`).
+    False for a side with a variable. True if `same`, which compares two sides, cannot decide, if the units differ, and
+    for every congruence (`sign`). Of a list without order one member is enough.
     """
     if not _is_constant(side):
         return False
@@ -174,7 +175,7 @@ def _is_quantity(found: sympy.Basic) -> bool:
 
 
 def turned(given: Node) -> Node:
-    """Equation with the name on the left: ``5 = x`` as ``x = 5``."""
+    """Equation with the name on the left: ``5 = x`` as ``x = 5``. Any other node is returned as it is."""
     match given:
         case Relation(sides=(value, called), signs=("=",)) if name(called) is not None and is_number(value):
             return replace(given, sides=(called, value))
@@ -202,7 +203,7 @@ def in_order(named: Mapping[str, Node]) -> dict[str, Node] | None:
 
 
 def is_numbered(named: Iterable[str]) -> bool:
-    """Whether names are one letter with different numbers: ``x_1``, ``x_2``."""
+    """Whether names are one letter (or lambda) with different numbers of one digit: ``x_1``, ``x_2``."""
     return {_NUMBERED.sub("", called) for called in named} in ({letter} for letter in (*ascii_lowercase, "lambda"))
 
 

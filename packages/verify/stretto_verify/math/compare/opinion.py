@@ -65,10 +65,11 @@ def _is_read(part: re.Match[str], text: str, found: object) -> bool:
 
 
 def parsed_whole(text: str) -> list[Any]:
-    """Expressions that math-verify finds in a gold answer, every number of which it has read.
+    """Expressions, at least one, that math-verify finds in a gold answer.
 
     Raises:
-        Undecided, Unreadable: as `accepts`.
+        Undecided: an expression may grow without bound.
+        Unreadable: math-verify cannot read the text, or leaves out one of its numbers.
     """
     found = parsed(text)
     if not all(_is_read(part, text, found[0]) for part in _NUMBER.finditer(text)):
@@ -88,10 +89,11 @@ def same_parsed(one: object, other: object) -> bool:
 
 @lru_cache(maxsize=1024)
 def parsed(text: str) -> list[Any]:
-    """Parse a text with math-verify: the expressions that it finds.
+    """Parse a text with math-verify: the expressions that it finds, at least one.
 
     Raises:
-        Undecided, Unreadable: as `accepts`.
+        Undecided: an expression may grow without bound.
+        Unreadable: math-verify finds none, the text is too long or cut off, or it has a sign that math-verify drops.
     """
     if len(text) > _LONGEST or _TRUNCATED.search(text) or _UNDERSTOOD.fullmatch(text) is None:
         raise Unreadable("a sign that is not understood, an ellipsis, a proportion, or too much text")

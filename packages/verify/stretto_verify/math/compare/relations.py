@@ -55,8 +55,8 @@ def _positive(side: Node) -> Node:
 
 
 def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
-    """Compare two equations. If they name the same quantity (``x = 5``), their last sides are compared; otherwise they
-    are the same if one is a multiple of the other."""
+    """Whether two equations are the same; None if unknown. If they name the same quantity (``x = 5``), their last sides
+    are compared by `same`; otherwise they are the same if one is a multiple of the other."""
     one, other = name(gold.sides[0]), name(answer.sides[0])
     if (
         one is not None
@@ -155,7 +155,7 @@ def as_asked(gold: Relation) -> Node | None:
 
 
 def as_range(relation: Relation) -> Listing | Union | None:
-    r"""``a < x <= b`` as an interval, ``x \neq a`` as a union of two intervals; None for other relations."""
+    r"""``a < x <= b`` or ``x > a`` as an interval, ``x \neq a`` as a union of intervals; None for other relations."""
     if relation.signs == (r"\neq",):
         return None if is_number(relation.sides[0]) else without(_listed(relation.sides[1]).items)
     return as_interval(relation)
@@ -166,7 +166,7 @@ def _listed(side: Node) -> Listing:
 
 
 def as_interval(relation: Relation) -> Listing | None:
-    """``a < x <= b`` or ``x > a`` as an interval, if the ends are numbers and x is not."""
+    """``a < x <= b`` or ``x > a`` as an interval; None unless the ends are numbers and x is not."""
     sides, signs = relation.sides, relation.signs
     if all(sign in _FLIPPED for sign in signs):
         sides, signs = sides[::-1], tuple(_FLIPPED[sign] for sign in reversed(signs))

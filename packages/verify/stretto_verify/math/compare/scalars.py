@@ -59,7 +59,7 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
 
 
 def _is_multiple_of_pi(latex: str) -> bool:
-    """Whether a value without a unit is an angle in radians: π/3, but not 180/π."""
+    """Whether a value is an angle in radians by its form: π/3, but not 180/π. True if it cannot be read."""
     try:
         return not (expression(latex) / sympy.pi).has(sympy.pi)
     except Unreadable:
@@ -71,7 +71,7 @@ def _factor(exact: Fraction) -> sympy.Rational:
 
 
 def _same_latex(gold: str, answer: str, factor: sympy.Expr) -> Opinion:
-    """Whether gold = factor · answer."""
+    """Whether gold = factor · answer, or one is the other rounded to enough decimals; None if unknown."""
     answer = _with_constant(gold, answer)
     if gold == answer and factor == 1:
         return True
@@ -91,7 +91,8 @@ def _same_latex(gold: str, answer: str, factor: sympy.Expr) -> Opinion:
 
 
 def _with_constant(gold: str, answer: str) -> str:
-    """The answer with its constant of integration named as in the gold answer: ``x + C`` for ``x + c``."""
+    """The answer with its constant of integration named as in the gold answer: ``x + C`` for ``x + c``. Unchanged
+    unless both end with a constant, and have a variable."""
     one, other = _CONSTANT.fullmatch(gold), _CONSTANT.fullmatch(answer)
     if one is None or other is None:
         return answer
@@ -100,7 +101,8 @@ def _with_constant(gold: str, answer: str) -> str:
 
 
 def _arranged(found: sympy.Basic) -> str:
-    """The expression in a canonical order of terms and factors, with bound variables renamed to numbers."""
+    """Text of an expression with terms and factors in a canonical order and bound variables renamed to numbers, so that
+    expressions that differ only in these have the same text."""
     if isinstance(found, sympy.Sum | sympy.Product | sympy.Integral):
         found = found.xreplace({bound: sympy.Symbol(f"#{at}") for at, bound in enumerate(found.variables)})
     if not found.args:
@@ -120,7 +122,7 @@ def _same_numbers(gold: Number, answer: Number, factor: sympy.Rational) -> bool:
 
 
 def _approximates(short: Number, exact: Number) -> bool:
-    """Whether `short` is `exact` rounded to the last place of `short`."""
+    """Whether `short`, a decimal with enough digits, is `exact` rounded to the last place of `short`."""
     if not _fine_enough(short) or (exact.places is not None and exact.places <= (short.places or 0)):
         return False
     return bool(abs(short.value - exact.value) * 2 * 10 ** (short.places or 0) <= 1)
@@ -131,15 +133,15 @@ def _fine_enough(decimal: Number) -> bool:
 
 
 def _rounded(decimal: Number | None, exact: sympy.Basic) -> bool:
-    """Whether `decimal` is the value of `exact`, an expression without decimals, rounded to the decimal's last
-    place."""
+    """Whether `decimal` has enough digits and is the value of `exact`, rounded to the decimal's last place. False for
+    an expression with decimals or symbols."""
     if decimal is None or not _fine_enough(decimal) or exact.free_symbols or exact.has(sympy.Float):
         return False
     return within(exact, decimal.value, Fraction(1, 2 * 10 ** (decimal.places or 0)))
 
 
 def _same_letter(gold: str, answer: str) -> bool:
-    """Whether both are the same letter of a choice, in either case."""
+    """Whether both are the same single letter, in upper or lower case, as of a choice."""
     return len(gold) == 1 and gold.isalpha() and gold.lower() == answer.lower()
 
 

@@ -27,7 +27,7 @@ _MOST_TERMS = 200
 
 @dataclass(frozen=True)
 class Point:
-    """Values for the symbols of an expression. With `real`, intermediate values must be real too."""
+    """Values for the symbols of an expression, by name. With `real`, intermediate values must be real too."""
 
     values: Mapping[str, Fraction] = field(default_factory=dict)
     real: bool = False
@@ -156,7 +156,12 @@ def _applied(expression: sympy.Basic, point: Point) -> Value:
 
 
 def _integral(name: str, arguments: list[Value]) -> Value:
-    """Value of a function that maps rational numbers to rational numbers."""
+    """Value of a function that maps rational numbers to rational numbers (`name` is that of its sympy class).
+
+    Raises:
+        Unsupported: factorial or binomial of a number that is no integer.
+        Undecided: factorial or binomial of a number that is negative or above 10^12.
+    """
     first = arguments[0]
     if name == "UnevaluatedExpr":
         return first

@@ -47,7 +47,7 @@ class Box(NamedTuple):
 
 def boxed(text: str) -> str | None:
     r"""Content of the last box that is neither empty nor denied, joined by commas with the other boxes of its list. ""
-    if every box is denied, None if there is no box.
+    if all are denied, None if there is no box with content.
 
     >>> boxed(r"first \boxed{3}, and then \boxed{4} and \boxed{5}."), boxed(r"not \boxed{3}")
     ('3,4,5', '')
@@ -71,20 +71,21 @@ def boxed(text: str) -> str | None:
 
 
 def _is_passed(text: str, start: int) -> bool:
-    """Whether a box stands behind a sign by which it is no value: ``x > \\boxed{12}``."""
+    """Whether the box that begins at `start` stands behind a sign by which it is no value: ``x > \\boxed{12}``."""
     before = text[max(0, start - 40) : start].rstrip(" $")
     return before.endswith(_STRICT_SIGNS) and _STRICT.search(before) is not None
 
 
 def last_box(text: str) -> int:
-    """Position of the last box; -1 if there is none."""
+    """Index in the text at which the last box begins; -1 if there is none."""
     return max(
         [found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)|(?<![A-Za-z\\])boxed\{", text)], default=-1
     )
 
 
 def only_box(text: str) -> str | None:
-    """Content of the box that is the whole text; None for other texts."""
+    """Content of the box that is the whole text but for spaces, dollar signs, dots and stars around it; None for other
+    texts."""
     bare = text.strip("$ \n.*")
     found = list(_boxes(bare))
     is_only = len(found) == 1 and found[0][:2] == (0, len(bare)) and bare.endswith("}")
@@ -92,7 +93,8 @@ def only_box(text: str) -> str | None:
 
 
 def _inner(content: str) -> str:
-    """Content of a box without dollar signs. If it is only another box, the content of that."""
+    """Content of a box without dollar signs (a sentence keeps them). If it is only boxes, what `boxed` finds in
+    them, or ""."""
     inner = list(_boxes(content))
     beside = "".join(content[one.end : other.start] for one, other in pairwise([Box(0, 0, ""), *inner, _end(content)]))
     if inner and says_nothing(beside.replace("=", "")):
@@ -101,7 +103,7 @@ def _inner(content: str) -> str:
 
 
 def is_sentence(content: str) -> bool:
-    """Whether a box holds a sentence that states an answer."""
+    """Whether the content of a box is a sentence that states an answer: "the answer is 9"."""
     return _SENTENCE.match(content) is not None
 
 

@@ -184,7 +184,7 @@ def _denied_behind(content: str, after: str) -> bool:
 
 
 def is_open(answer: str) -> bool:
-    """Whether an answer is a range with an open end: "42 or more"."""
+    """Whether an answer ends with words by which it is a range with an open end: "42 or more"."""
     return _OPEN_BEHIND.search(answer) is not None
 
 

@@ -36,7 +36,8 @@ Span = tuple[int, int, str]  # start, end, content
 
 @dataclass(frozen=True)
 class FinalAnswer:
-    """A final answer as written. `certain`: the text marks where it begins and ends."""
+    """A final answer as written; "" if the text denies all that it has. `certain`: the text marks where it begins and
+    ends."""
 
     text: str
     certain: bool
@@ -173,7 +174,8 @@ _WHOLE_WORDS = re.compile(
 
 
 def without_frame(completion: str, prompt: str = "") -> str:
-    """Prepare a completion by rule 1, and rewrite digits, decorations and approximations to plain forms."""
+    """Prepare the end of a completion (20,000 characters) by rule 1, and rewrite digits, decorations and approximations
+    to plain forms. `prompt`: the question that it may repeat; a shorter one than 12 characters stays."""
     if "<<" in completion:
         completion = _CALCULATED.sub("", completion)
     text = unquoted(_MIXED.sub(_in_parts, in_digits(said(completion, prompt)[-LONGEST_TAIL:])))
@@ -187,7 +189,7 @@ def without_frame(completion: str, prompt: str = "") -> str:
 
 
 def _in_parts(found: re.Match[str]) -> str:
-    """``2 and a half`` as ``2 1/2``."""
+    """``2 and a half`` as ``2 1/2``; unchanged if the words are no fraction."""
     part = counted(found[2])
     return found[0] if part is None or part.denominator == 1 else f"{found[1]} {part}"
 
@@ -227,7 +229,7 @@ def in_prose(text: str) -> FinalAnswer | None:
 
 
 def _untagged(inner: str) -> FinalAnswer:
-    """The answer between ``<answer>`` and ``</answer>``."""
+    """The answer in `inner`, the text between ``<answer>`` and ``</answer>``; all of it, if no part can be told."""
     if (content := only_box(inner)) is not None:
         return _untagged(content)
     if (whole := _whole(inner)) is not None:
@@ -266,7 +268,7 @@ def is_list(text: str) -> bool:
 
 
 def is_short(text: str) -> bool:
-    """Whether the text is short enough to be a final answer as a whole."""
+    """Whether the text is short enough to be a final answer as a whole: 1 to 300 characters without an empty line."""
     return 0 < len(text) <= _LONGEST_WHOLE and "\n\n" not in text
 
 
@@ -294,7 +296,8 @@ def _are_symbols(letters: str) -> bool:
 
 
 def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, FinalAnswer] | None:
-    """The last marked answer that is not denied, with its start; None without any. `is_all` as in `final_answer`."""
+    """The last answer behind a `mark` ("Answer:") that is not denied, and the index at which its mark begins; None
+    without any. Its text is "" if "not" follows the mark, without a "but". `is_all` as in `final_answer`."""
     for found in reversed(list(mark.finditer(text))):
         rest = re.sub(r'^(?:[\s*_"“:：#]|\\")+', "", text[found.end() :])
         lead = text[max(0, found.start() - 40) : found.end()]
@@ -372,7 +375,8 @@ def _told(rest: str) -> str:
 
 
 def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
-    """Last formula or number that is not denied; an empty answer if all are denied, None without any.
+    """Last formula or number that is not denied; an empty answer if all are denied. Without any, the letter of a
+    choice, or None.
 
     `is_all`: return the whole text if it has other candidates besides.
     """
@@ -435,8 +439,8 @@ def _bare(text: str) -> str:
 
 
 def _letter(text: str) -> FinalAnswer | None:
-    """Letter of the choice in the last sentence that has one: "so I think it's B, not A". None if a later sentence has
-    a number or formula, or there are several choices."""
+    """Letter of the choice in the last sentence that has one: "so I think it's B, not A". None if no sentence has one,
+    a later one has a number or formula, or there are several choices."""
     for sentence in reversed(_SENTENCES.split(text)):
         if re.search(r"[0-9$\\]", sentence):
             return None

@@ -44,7 +44,8 @@ def subject(gold: str) -> str:
 
 
 def is_of_another(name: str, completion: str, given: str) -> bool:
-    """Whether the last sentence with the final answer `given`, or the final answer itself, names another subject."""
+    """Whether the last sentence with the final answer `given`, or the final answer itself, names another subject than
+    `name`."""
     if _name(given, _STATED) not in ("", name):
         return True
     for sentence in reversed(_SENTENCES.split(completion)):
@@ -60,6 +61,6 @@ def _name(text: str, form: re.Pattern[str]) -> str:
 
 
 def is_named(words: str) -> bool:
-    """Whether the subject of a sentence is a name: Alice, not "the function"."""
+    """Whether the subject of a sentence, `words`, is a name: Alice, not "the function"."""
     found = re.match(_NAMED, _LEAD.sub("", words))
     return found is not None and len(found["name"]) > 1 and found["name"].split()[0].lower() not in _NO_NAMES

@@ -45,7 +45,8 @@ _VULGAR = re.compile(r"(?<![^\s(:=$*-])([0-9]{0,9})([½⅓⅔¼¾⅕-⅞])(?![A-
 
 
 def in_digits(text: str) -> str:
-    """The text with digits of all scripts replaced by 0 to 9, and with 1/2 for ½."""
+    """The text with digits of all scripts replaced by 0 to 9, with 1/2 for ½, and with Chinese magnitudes and units,
+    and words for minus, rewritten (``42万`` as 420000)."""
     if text.isascii():
         return text
     text = _VULGAR.sub(lambda found: f"{found[1]} {normalize('NFKC', found[2])}".strip(), text)
@@ -55,7 +56,7 @@ def in_digits(text: str) -> str:
 
 
 def _in_full(found: re.Match[str]) -> str:
-    """``42万`` as 420000."""
+    """``42万`` as 420000; unchanged if that is no whole number."""
     whole = Fraction(found[1]) * 10 ** {"千": 3, "万": 4, "萬": 4}.get(found[2] or found[3], 8)
     return str(whole) if whole.denominator == 1 else found[0]
 

@@ -39,7 +39,8 @@ class Number:
 
 
 def number(latex: str) -> Number | None:
-    """Value of ``-12``, ``3.50``, ``1/2``, ``\\frac{1}{2}``, ``2 1/2``; None if the text is no plain number."""
+    """Value of ``-12``, ``3.50``, ``1/2``, ``\\frac{1}{2}``, ``2 1/2``, ``0.\\bar{3}``; None if the text is no plain
+    number."""
     latex = latex.strip()
     if (found := _DECIMAL.fullmatch(latex)) is not None:
         digits = found[3] or ""
@@ -64,7 +65,7 @@ def number(latex: str) -> Number | None:
 
 @lru_cache(maxsize=1 << 14)
 def expression(latex: str) -> sympy.Basic:
-    """Parse a scalar with math-verify's LaTeX parser.
+    """Parse a scalar, in LaTeX, with math-verify's parser.
 
     Raises:
         Unreadable: the parser cannot read it.

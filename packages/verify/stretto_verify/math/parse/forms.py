@@ -86,7 +86,7 @@ def _periodic(text: str) -> str:
 
 
 def _system(found: re.Match[str]) -> str:
-    """Rows of a system as a list. Matrices, and cases with conditions, are unchanged."""
+    """Rows of a system, found by `_SYSTEM`, as a list. Matrices, and cases with conditions, are unchanged."""
     rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
     if "align" in found[1] or found[1] == "split":
         rows = [row.replace("&", "") for row in rows]
@@ -99,7 +99,8 @@ def _system(found: re.Match[str]) -> str:
 
 
 def undeclared(text: str) -> str:
-    r"""A final answer in canonical spelling without a declaration at its end: ``c is a constant``, ``n \ge 1``.
+    r"""A final answer in canonical spelling without a declaration at its end: ``c is a constant``, ``n \ge 1``. Any
+    other answer is unchanged.
 
     >>> undeclared(r"2^{n-1},n\ge 1"), undeclared(r"x<5,x>1")
     ('2^{n-1}', 'x<5,x>1')

@@ -177,7 +177,7 @@ _JOINED: Final = re.compile(r"[*/^-]")
 
 def product(text: str, power: str | None = None) -> str:
     r"""Canonical name of a unit: its factors in order, those below a slash behind it; "" if a part of the text is no
-    unit. `power`: exponent of the last factor.
+    unit. "?" and the text, if the unit has two readings (J/mol K). `power`: exponent of the last factor.
 
     >>> product("m/s/s"), product("meters per second squared"), product("ft-lb"), product("sq ft"), product("apples")
     ('m/s^2', 'm/s^2', 'ft*lb', 'ft^2', '')
@@ -285,7 +285,8 @@ def _factors(unit: str) -> Counter[str]:
 
 @lru_cache(maxsize=1 << 12)
 def conversion(unit: str, other: str) -> Fraction | None:
-    """Factor that converts values in `unit` to values in `other`; None if they measure different quantities.
+    """Factor that converts values in `unit` to values in `other`; None if they measure different quantities, or one is
+    the base of a numeral or has two readings.
 
     >>> str(conversion("m^2", "cm^2")), str(conversion("km/h", "m/s")), conversion("m", "s")
     ('10000', '5/18', None)
@@ -299,7 +300,7 @@ def conversion(unit: str, other: str) -> Fraction | None:
 
 
 def _size(unit: str) -> tuple[Mapping[str, int], Fraction]:
-    """Powers of the units that a unit is measured in, and its size in them."""
+    """Powers of the basic units that a canonical unit is measured in, by name, and its size in them."""
     powers, size = Counter[str](), Fraction(1)
     for name, power in _factors(unit).items():
         of_name, scale = _SCALES.get(name, (name, Fraction(1))) if name not in _SIZES else (name, Fraction(1))

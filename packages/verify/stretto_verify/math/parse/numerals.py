@@ -66,7 +66,7 @@ def counted_in_chinese(text: str) -> int | None:
 
 
 def _in_places(signs: str) -> int | None:
-    """Value of Chinese digits with their places; None if two digits or two places have no order."""
+    """Value of Chinese digits with their places (``三百零五``); None if they stand in no order that makes a number."""
     total = group = 0
     digit: int | None = None
     place, largest = 10**4, 10**16
@@ -117,7 +117,7 @@ def _fraction(parts: list[str]) -> Fraction | None:
 
 
 def _whole(parts: list[str]) -> int | None:
-    """Value of whole numbers such as ``two hundred and five thousand``; None for other words."""
+    """Value of a whole number such as ``two hundred and five thousand``, given as its words; None for other words."""
     total = group = 0
     before = ""  # kind of the last word: a digit, ten, hundred, large
     largest = 10**15

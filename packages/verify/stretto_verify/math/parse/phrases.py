@@ -48,7 +48,8 @@ _SPELT = re.compile(r"\s*(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]+(?:[ -]+
 
 
 def phrase(text: str) -> Node | None:
-    """Parse a text in canonical spelling that is one of these phrases; None if it is none."""
+    r"""Parse a text in canonical spelling that is as a whole a phrase ("no solution", "3 to 4") or a notation
+    (``\mathbb{R}``) of this module; None if it is none."""
     if text == r"\ldots":
         return Dots()
     bare = " ".join(_INTO_WORDS.sub(r" \1 ", text).split())
@@ -90,7 +91,8 @@ def in_words(piece: str) -> Scalar | None:
 
 
 def without(points: Sequence[Node]) -> Union | None:
-    """Real numbers except these points, as a union of intervals; None if their order is unknown."""
+    """Real numbers except these points, as a union of intervals; None if their order is unknown: of two or more, some
+    are equal or no plain numbers."""
     values = [number(point.latex) if isinstance(point, Scalar) else None for point in points]
     known = [value.value for value in values if value is not None]
     if len(points) > 1 and len(set(known)) < len(points):

@@ -65,7 +65,7 @@ _REPLACED: Final = tuple(
 
 
 def common(text: str) -> str:
-    r"""Rewrite rare spellings to common ones.
+    r"""Rewrite rare spellings to common ones; other texts are unchanged.
 
     >>> common(r"\surd 2"), common(r"(0,1)\bigcup(2,3)"), common("101 (base 2)"), common(r"\text{Option B}")
     ('\\sqrt 2', '(0,1)\\cup (2,3)', '101_{2}', '\\text{B}')

@@ -175,7 +175,8 @@ def _points(groups: Iterable[str]) -> Listing | None:
 
 
 def _chosen(found: re.Match[str]) -> Node:
-    """Parse a choice with its content, ``(A) 5``; several choices become a list."""
+    """Parse a choice with its content, ``(A) 5``, found by `_CHOICE`. It becomes a list if its content has a further
+    choice. LeftOver if another answer follows the letter, or a bracket is not closed."""
     if (other := _OTHER_CHOICE.search(found[4])) is not None:
         at = found.start(4) + other.start()
         return _list("", "", (found[0][:at], found[0][at:]))
@@ -292,7 +293,7 @@ def _relation(text: str) -> Node | None:
 
 def _beside(found: Node, texts: Iterable[str]) -> Node:
     """The structure with `texts` that belong to it but have no value of their own: steps before a conclusion,
-    approximations."""
+    approximations. They are dropped where it has no place for them, as in words."""
     match found:
         case Scalar() | Relation():
             return replace(found, beside=(*found.beside, *texts))
@@ -348,7 +349,7 @@ def _places(decimal: Number) -> int:
 
 
 def _side(text: str) -> Node:
-    """Parse a side before the last. Any text is allowed, since it only names the last side."""
+    """Parse a side before the last. Text that cannot be read becomes words, since it only names the last side."""
     try:
         return node(text)
     except Unreadable:

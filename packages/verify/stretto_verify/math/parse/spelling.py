@@ -180,7 +180,7 @@ _NAMES = "arcsin|arccos|arctan|sinh|cosh|tanh|sin|cos|tan|cot|sec|csc|log|ln|pi|
 
 
 def _russian(found: re.Match[str]) -> str:
-    """Russian names ``\\arctg``, ``\\ctg`` as arctangent and cotangent."""
+    """LaTeX of the Russian names ``tg``, ``ctg``, ``arctg`` and ``arcctg``: ``\\cot`` for ``\\ctg``."""
     arc, co = found[1] or found[3], found[2] or found[4]
     return f"\\{arc or ''}{'cot' if co else 'tan'} "
 
@@ -210,7 +210,8 @@ def _both(found: re.Match[str]) -> str:
 
 
 def _bound(parts: Sequence[str | None]) -> tuple[str, bool, bool, str]:
-    """Name, whether it is bounded from below, whether the end is open, and the bound: of ``x>0``, or of ``0<x``."""
+    """Name, whether it is bounded from below, whether the end is open, and the bound: of ``x>0``, or of ``0<x``.
+    `parts`: the six groups of `_BOUNDED`."""
     name, sign, bound = parts[:3] if parts[0] else (parts[5], parts[4], parts[3])
     is_greater = _GREATER.fullmatch(str(sign)) is not None
     is_open = re.fullmatch(r"[<>]|\\[lg]t", str(sign)) is not None
@@ -224,7 +225,7 @@ def _share(found: re.Match[str]) -> str:
 
 
 def _french(found: re.Match[str]) -> str:
-    """French open interval ``]0,1[`` as ``(0,1)``."""
+    """French interval with an open end, ``]0,1[`` or ``[0,1[``, as ``(0,1)`` or ``[0,1)``; others are unchanged."""
     return {"[": "[", "]": "("}[found[1]] + found[2] + {"[": ")", "]": "]"}[found[3]]
 
 
@@ -352,7 +353,14 @@ _REPLACED: Final = tuple(
         (r"\s+", " "),
     )
 )
-_CALLS: Final = (("sqrt", r"\sqrt{", "}"), ("exp", "e^{", "}"), ("abs", "|", "|"), ("frac", r"\frac{", "}"))
+#: Beginnings of expressions up to their bracket, and what replaces them and the closing bracket.
+_BRACKETED: Final = (
+    (re.compile(r"(?<![a-zA-Z\\])\\?sqrt\s*\("), r"\sqrt{", "}"),
+    (re.compile(r"(?<![a-zA-Z\\])\\?exp\s*\("), "e^{", "}"),
+    (re.compile(r"(?<![a-zA-Z\\])\\?abs\s*\("), "|", "|"),
+    (re.compile(r"(?<![a-zA-Z\\])\\?frac\s*\("), r"\frac{", "}"),
+    (re.compile(r"(?:\^|\*\*)\s*\("), "^{", "}"),
+)
 _MARK = re.compile(r"(?<!\\)\\[()\[\]]")
 _EDGES = " \t\n,;:"
 _MODULO = re.compile(r"\s*\\bmod(?![a-z])\s*\{?[0-9a-z]+\}?\s*$")
@@ -374,7 +382,7 @@ _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]%$])")
 
 @lru_cache(maxsize=1 << 12)
 def spelled(text: str) -> str:
-    r"""The final answer in canonical spelling.
+    r"""The final answer in canonical spelling (see the module).
 
     >>> spelled(r"$\dfrac12\,$."), spelled("-1 + exp(16)"), spelled(r"\(12\text{ and }13\)")
     ('\\frac{1}{2}', '-1 + e^{16}', '12,13')
@@ -390,9 +398,8 @@ def spelled(text: str) -> str:
     if r"\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)
     text = _RADICAL.sub(lambda found: f"{_RADICALS[found[1]]}{{{found[2] or found[3]}}}", text)
-    for name, opening, closing in _CALLS:
-        text = _without_call(text, name, opening, closing)
-    text = _exponents(text)
+    for form, opening, closing in _BRACKETED:
+        text = _rebracketed(text, form, opening, closing)
     if "mod" not in text:  # without a modulus a congruence is an equality
         text = text.replace(r"\equiv", "=")
     elif r"\equiv" in text:
@@ -404,7 +411,7 @@ def spelled(text: str) -> str:
 
 
 def _trimmed(text: str) -> str:
-    """The text without outer punctuation; a leading decimal point stays."""
+    """The text without outer punctuation and spaces; a leading decimal point and an ellipsis stay."""
     text = text.strip(_EDGES)
     return text if text.endswith("..") else text.rstrip(_EDGES + ".")
 
@@ -439,25 +446,14 @@ def closing_at(text: str, start: int) -> int:
     return -1
 
 
-def _without_call(text: str, name: str, opening: str, closing: str) -> str:
-    """``sqrt(x)`` becomes ``\\sqrt{x}``, brackets inside included."""
+def _rebracketed(text: str, form: re.Pattern[str], opening: str, closing: str) -> str:
+    """The text with `opening` in place of each match of `form`, which ends with a bracket, and `closing` in place of
+    that bracket's partner: ``sqrt(x)`` becomes ``\\sqrt{x}``. It ends at a bracket without partner."""
     at = 0
-    while (found := re.compile(rf"(?<![a-zA-Z\\])\\?{name}\s*\(").search(text, at)) is not None:
+    while (found := form.search(text, at)) is not None:
         end = closing_at(text, found.end() - 1)
         if end < 0:
             return text
         text = text[: found.start()] + opening + text[found.end() : end] + closing + text[end + 1 :]
         at = found.start() + len(opening)
-    return text
-
-
-def _exponents(text: str) -> str:
-    """``x^(3+n)`` becomes ``x^{3+n}``."""
-    at = 0
-    while (found := re.compile(r"(?:\^|\*\*)\s*\(").search(text, at)) is not None:
-        end = closing_at(text, found.end() - 1)
-        if end < 0:
-            return text
-        text = text[: found.start()] + "^{" + text[found.end() : end] + "}" + text[end + 1 :]
-        at = found.start() + 2
     return text

@@ -29,8 +29,8 @@ class LeftOver(Unreadable):
 
 @dataclass(frozen=True)
 class Scalar:
-    """One expression in LaTeX. `scale`: factor of a word after it (percent, million). `beside`: texts parsed with it
-    that have no value of their own, such as an approximation."""
+    """One expression in LaTeX. `scale`: factor of a word after it (percent, million). `unit`: its canonical name, ""
+    without a known one. `beside`: texts parsed with it that have no value of their own, such as an approximation."""
 
     latex: str
     scale: Fraction = Fraction(1)
@@ -73,7 +73,8 @@ class Listing:
 
 @dataclass(frozen=True)
 class Relation:
-    """Sides of ``a = b`` or ``a < b <= c``, and the signs between them. `beside`: as in `Scalar`."""
+    """Sides of ``a = b`` or ``a < b <= c``, and the signs between them in LaTeX, one fewer. `beside`: as in
+    `Scalar`."""
 
     sides: tuple[Node, ...]
     signs: tuple[str, ...]

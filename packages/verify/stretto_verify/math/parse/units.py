@@ -131,7 +131,7 @@ def amount(text: str) -> tuple[str, str] | None:
 
 def without_unit(text: str) -> tuple[str, str]:
     r"""Split a text into the part without its unit, and the unit: its canonical name with its power, "" if it has none
-    or is unknown.
+    or is unknown. ``101_2`` has the unit "base 2".
 
     >>> without_unit(r"15\text{ cm}^{2}"), without_unit("90^\\circ"), without_unit("5 apples"), without_unit("3x")
     (('15', 'cm^2'), ('90', 'degree'), ('5', ''), ('3x', ''))
