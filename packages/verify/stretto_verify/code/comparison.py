@@ -31,7 +31,8 @@ _LONGEST_NUMBER = 400
 
 
 def same_text(expected: str, printed: str, *, alike: bool = False) -> bool:
-    """Whether the standard output `printed` equals the `expected` one. `alike`: 3.0 equals 3.
+    """Whether the standard output `printed` equals the `expected` one, by the rules of this module. `alike`: a decimal
+    of the same value matches an expected integer (3.0 for 3).
 
     >>> same_text("1 2.50\\n", "1  2.5 \\n\\n"), same_text("12", "1 2"), same_text("100000000", "100000001")
     (True, False, False)
@@ -41,7 +42,7 @@ def same_text(expected: str, printed: str, *, alike: bool = False) -> bool:
 
 
 def _lines(text: str) -> list[str]:
-    """Lines without their common indentation."""
+    """Lines without their common indentation, trailing spaces and trailing empty lines."""
     text = text.rstrip().replace("\r\n", "\n")
     lines = [line.rstrip() for line in text.split("\n")] if text else []
     margin = min((len(line) - len(line.lstrip()) for line in lines if line), default=0)
@@ -88,7 +89,8 @@ def _same_word(alike: bool, expected: str, printed: str) -> bool:
 def same_value(expected: Any, found: Any, *, alike: bool = False) -> bool:
     """Whether the result of a call, in the form of `sandbox.values.plain`, equals the expected one.
 
-    An expected list matches a tuple, since JSON has no tuples; not the other way round. `alike`: 1 equals True.
+    An expected list matches a tuple, since JSON has no tuples; not the other way round. For an expected float the
+    module's tolerance applies. `alike`: 1 equals True.
     """
     same = partial(same_value, alike=alike)
     match expected, found:

@@ -60,10 +60,10 @@ def parse_tests(given: object) -> ProgramTests:
 
 
 def gold(prompt: str, completion: str, answer: str) -> bool:
-    """Whether `answer` holds tests of a question; `prompt` and `completion` are not used. Never returns False.
+    """Check that `answer` holds tests of a question (`prompt` and `completion` are not used). Always returns True.
 
     Raises:
-        BadTests: it cannot; the reason says why.
+        BadTests: the tests cannot be read; the message says why.
     """
     return parse_tests(answer).count > 0
 
@@ -98,7 +98,8 @@ def _row(row: Mapping[str, Any]) -> ProgramTests:
 
 
 def _mbpp(row: Mapping[str, Any]) -> ProgramTests:
-    """Tests from a row of MBPP: its asserts, with imports (sanitized rows) and setup code (other rows)."""
+    """Tests from a row of MBPP: its asserts, with imports (sanitized rows) and setup code (other rows). BadTests if any
+    of these is no Python, or an assert has no known form."""
     imports, setup = row.get("test_imports") or "", row.get("test_setup_code") or ""
     texts = {"test_imports": _joined(imports, "test_imports"), "test_setup_code": _text(setup, "test_setup_code")}
     for place, text in texts.items():
@@ -148,7 +149,8 @@ def _test(test: Any, place: str, metadata: Mapping[str, Any]) -> StdinTest | Cal
 
 
 def _lists(inputs: object, outputs: object, name: object) -> ProgramTests:
-    """Tests from parallel lists of inputs and outputs; with a function `name`, inputs are argument lists."""
+    """Tests from parallel lists of inputs and outputs; BadTests if they are none. With a function `name` the inputs are
+    lists of its arguments; without (None or "") they are texts for standard input."""
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise BadTests("'inputs' and 'outputs' are not lists of the same length")
     pairs = list(zip(inputs, outputs, strict=True))
@@ -176,7 +178,8 @@ def _accepted(wanted: object) -> tuple[Any, ...]:
 
 
 def _joined(value: object, place: str) -> str:
-    """The text, or the lines of a list joined to one text."""
+    """The text `value`, or the lines of a list joined to one text; BadTests for anything else, which it calls
+    `place`."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     return _text(value, place)
@@ -203,7 +206,8 @@ def _metadata(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _unpacked(given: Any) -> Iterable[object]:
-    """List of tests, given as a list, as JSON, or in LiveCodeBench's packing (JSON in a pickle, deflated, base 64)."""
+    """List of tests, given as a list, as JSON, or in LiveCodeBench's packing (JSON in a pickle, deflated, base 64).
+    BadTests if it is neither."""
     if isinstance(given, str):
         try:
             given = json.loads(given)
@@ -227,7 +231,8 @@ def _unpickled_text(packed: str) -> str:
 
 
 class _TextsOnly(pickle.Unpickler):
-    """Unpickler that refuses to import anything, because a pickle can run any code."""
+    """Unpickler of plain values, which refuses to import anything (UnpicklingError), since a pickle can run any
+    code."""
 
     def find_class(self, module: str, name: str) -> Never:
         raise pickle.UnpicklingError(f"it wants {module}.{name}")

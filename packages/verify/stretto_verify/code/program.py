@@ -62,7 +62,8 @@ def extract_program(
 
 
 def defines(program: str, name: str) -> bool:
-    """Whether the program defines a function or variable of that name, at top level or in a class."""
+    """Whether the program defines a function, class or variable of that name, or imports one, at top level or in a
+    class. False if the program is no valid Python."""
     try:
         tree = ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -71,8 +72,8 @@ def defines(program: str, name: str) -> bool:
 
 
 def helpers(preamble: str, entry_point: str) -> str:
-    """Code of a preamble without the function `entry_point`: imports and other functions. Empty if it is no valid
-    Python.
+    """Code of a preamble without the function `entry_point`, whose body may be missing: imports and other functions.
+    Empty if the preamble is no valid Python.
 
     >>> helpers("import math\\n\\ndef half(n): return n / 2\\n\\ndef f(n):", "f")
     'import math\\ndef half(n):\\n    return n / 2'

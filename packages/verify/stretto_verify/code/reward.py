@@ -34,8 +34,8 @@ _OUT_OF_TIME = "time limit of all tests"
 
 
 class Judgement(NamedTuple):
-    """Number of passed tests, number of all tests, and the first failure (`problem`). `unknown`: the time limit of all
-    tests was reached without any failure, so there is no verdict."""
+    """Number of passed tests, number of all tests, and the first failure (`problem`, "" if there is none). `unknown`:
+    the time limit of all tests together was reached before any test failed, so there is no verdict."""
 
     passed: int
     total: int
@@ -50,7 +50,7 @@ class Judgement(NamedTuple):
 class CodeReward:
     """Judges programs, one at a time, in one persistent sandbox.
 
-    As a reward function it takes the tests as gold answer: JSON in any form of `formats`.
+    As a reward function it takes the tests as gold answer: JSON in any form of `code.formats`.
     """
 
     def __init__(
@@ -60,7 +60,8 @@ class CodeReward:
         report: Report,
         sandbox: Callable[[Walls, SandboxConfig], Sandbox] = Sandbox,
     ) -> None:
-        """Create the sandbox. `report`: how its `walls` were found, for `facts`; it changes no verdict."""
+        """Make the sandbox with `sandbox`, its class. `walls` isolate it. `report`: how they were found, for `facts`;
+        it changes no verdict."""
         self.report = report
         self._config = config
         self._sandbox = sandbox(walls, config)
@@ -86,8 +87,8 @@ class CodeReward:
         return {"sandbox": str(self.report)}
 
     def judge(self, completion: str, tests: ProgramTests, *, to_the_end: bool = True) -> Judgement:
-        """Run the program of a completion on all tests; without `to_the_end` on no input after the first failure. A
-        completion without a program fails all.
+        """Run the program of a completion on all tests: first the calls, all in one process, then each input. Without
+        `to_the_end` no input after the first failure is run. A completion without a program fails all.
 
         Raises:
             SandboxFailed: the sandbox could not run it.
@@ -109,7 +110,8 @@ class CodeReward:
         self._sandbox.close()
 
     def _judge_input(self, program: Program, test: StdinTest, clock: _Clock, *, alike: bool) -> str:
-        """Run the program on one input. Return the reason of its failure, or "" if it passes."""
+        """Run the program on one input and charge its time to `clock`. Return the reason of its failure, or "" if it
+        passes."""
         if clock.left <= 0:
             return _OUT_OF_TIME
         seconds, patience = clock.allow(1)
@@ -124,8 +126,8 @@ class CodeReward:
     def _judge_calls(
         self, program: Program, tests: tuple[CallTest, ...], clock: _Clock, *, alike: bool
     ) -> tuple[int, str]:
-        """Run all calls in one process, which gets the arguments but not the expected results. Return the number of
-        passed calls and the first failure."""
+        """Run all calls in one process, which gets the arguments but not the expected results, and charge its time to
+        `clock`. Return the number of passed calls and the first failure, "" if there is none."""
         calls = [{"name": test.call, "args": list(test.args)} for test in tests]
         ended = self._run({**program._asdict(), "calls": calls}, b"", *clock.allow(len(tests)))
         clock.charge(ended)
@@ -149,13 +151,14 @@ class CodeReward:
         return sum(right), next(problems, "")
 
     def _is_slow_alone(self, ended: ProgramEnd) -> bool:
-        """Whether the last call alone exceeded its limit. Its CPU time is estimated from the share of the whole run."""
+        """Whether the call that a timed-out run did not finish exceeded the limit of one call by itself. Its CPU time
+        is estimated from its share of the run's wall-clock time."""
         computed = ended.silent * ended.cpu_seconds / ended.seconds
         return computed >= self._config.seconds or ended.silent >= clock_limit(self._config.seconds)
 
     def _run(self, task: dict[str, Any], given: bytes, seconds: float, patience: float) -> ProgramEnd:
-        """Run a program, with limits as in `Sandbox.run`, and return how it ended. If the sandbox fails twice with it
-        and then runs an empty one, the program is blamed: it ends as if killed.
+        """Run the program `task` on the input `given`, with limits as in `Sandbox.run`, and return how it ended. If the
+        sandbox fails twice with it and then runs an empty one, the program is blamed: it ends as if killed.
 
         Raises:
             SandboxFailed: the sandbox fails without the program's fault.
@@ -178,8 +181,8 @@ def code_reward(settings: str) -> CodeReward:
 
 
 def program_of(completion: str, tests: ProgramTests) -> Program | None:
-    """Program of a completion, ready to run. Before it come the tests' `prelude` and the helpers of their `preamble`
-    (unless the program begins with the preamble); after it comes `setup`. None if there is no program."""
+    """Program of a completion, ready to run; None if the completion has none. `before` it come the tests' `prelude` and
+    the helpers of their `preamble` (unless the program begins with the preamble); `after` it comes their `setup`."""
     called = frozenset(test.call for test in tests.calls)
     source = extract_program(completion, tests.preamble, tests.entry_point, called)
     if source is None:
@@ -190,10 +193,10 @@ def program_of(completion: str, tests: ProgramTests) -> Program | None:
 
 @dataclass
 class _Clock:
-    """Time that the tests of one completion have used. Failures of the sandbox are not charged."""
+    """Time that the tests of one completion have used so far. Failures of the sandbox are not charged."""
 
     config: SandboxConfig
-    computed: float = 0.0
+    computed: float = 0.0  # CPU seconds
     waited: float = 0.0  # wall-clock seconds
 
     @property

@@ -45,7 +45,7 @@ class ProgramTests(Record, frozen=True):
     calls: tuple[CallTest, ...] = ()
     prelude: str = ""  #: imports that run before the program
     preamble: str = ""  #: text that the completion continues: imports, helpers, and the head of `entry_point`
-    entry_point: str = ""
+    entry_point: str = ""  #: name of the function whose head ends `preamble`
     alike: bool = False  #: whether values that are equal in Python count as the same: 1 and True
     setup: str = ""  #: code of the tests that runs after the program and before the calls
 
@@ -62,10 +62,12 @@ class BadTests(Undecided):
 
 
 def calls_of_check(source: str, entry_point: str) -> Iterator[CallTest]:
-    """Yield the tests in the asserts of HumanEval's ``def check(candidate): ...``, as calls of `entry_point`.
+    """Yield the tests in the asserts of HumanEval's ``def check(candidate): ...``, as calls of `entry_point`. Asserts
+    without a call (``assert True``) are skipped.
 
     Raises:
-        BadTests: a statement is not of the form ``assert candidate(...) == ...``.
+        BadTests: `source` is no Python, has no function `check`, or a statement of it is not of the form
+            ``assert candidate(...) == ...``.
     """
     checks = [node for node in _parsed(source).body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if not checks:
@@ -82,7 +84,7 @@ def call_of_assert(line: str) -> CallTest:
     """Parse one assert of MBPP into a test.
 
     Raises:
-        BadTests: it is not of the form ``assert f(...) == ...``.
+        BadTests: it is no Python, or not of the form ``assert f(...) == ...``.
     """
     match _parsed(line).body:
         case [ast.Assert() as statement]:
@@ -92,8 +94,8 @@ def call_of_assert(line: str) -> CallTest:
 
 
 def _test(statement: ast.Assert, names: dict[str, str]) -> CallTest | None:
-    """Parse one assert into a test; None for an assert without a call, such as HumanEval's ``assert True``. `names`:
-    the function to call, by its name in the assert."""
+    """Parse one assert into a test; None for HumanEval's ``assert True``; BadTests for another form. `names`: the
+    function to call, by its name in the assert; if empty, any function is called by its own name."""
     match statement.test:
         case ast.Compare(left=ast.Call() as call, ops=[ast.Eq() | ast.Is()], comparators=[wanted]):
             return _call(call, _value(wanted, statement), names, statement)

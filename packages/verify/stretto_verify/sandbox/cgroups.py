@@ -80,7 +80,7 @@ class ProgramGroup:
 
 
 def remove_groups_of(process: int) -> None:
-    """Remove the groups that a killed process has left."""
+    """Remove the groups that a killed process, given by its pid, has left. What cannot be removed stays."""
     with contextlib.suppress(OSError):
         for hierarchy in find_hierarchies():
             for folder in hierarchy.folder.glob(f"{_PREFIX}{process}-*"):
@@ -89,7 +89,7 @@ def remove_groups_of(process: int) -> None:
 
 def find_hierarchies(proc: Path = Path("/proc/self")) -> list[Hierarchy]:
     """Folders in which groups for memory and processes can be created: below the group of this process, else at the
-    visible root.
+    visible root. `proc`: the folder with the kernel's files `cgroup` and `mounts`.
 
     Raises:
         OSError: there are none.

@@ -109,7 +109,8 @@ class Guest:
             self._control.send(self._run(seconds, patience, given))
 
     def _run(self, seconds: float, patience: float, given: list[int]) -> bytes:
-        """Run one program, within CPU `seconds` and wall-clock `patience`; return the packed `REPLY`: how it ended."""
+        """Run one program, within CPU `seconds` and wall-clock `patience`; return the packed `REPLY`: how it ended.
+        `given`: descriptors of its input, output, errors and task; they are closed here."""
         start = time.monotonic()
         told, tell = os.pipe()
         child = _fork(self._settings["namespaces"])
@@ -126,7 +127,7 @@ class Guest:
         return REPLY.pack(status, timed_out, time.monotonic() - start, processor, usage.ru_maxrss * 1024) + problem
 
     def _wait(self, child: int, seconds: float, until: float) -> tuple[bool, float]:
-        """Wait for the child. Return whether it exceeded a limit, and its CPU seconds.
+        """Wait for the child. Return whether it exceeded a limit, and its CPU seconds (0 if it ended early).
 
         It is killed after `seconds` of CPU time (and not before as much wall-clock time), at the time `until`, or when
         the host orders it or is gone.
@@ -181,7 +182,8 @@ class Guest:
             return file.read()
 
     def _live(self, given: list[int]) -> None:
-        """Body of a child process: set up the walls and run the program. Never returns."""
+        """Body of a child process: set up the walls and run the program. Never returns. `given`: as in `_run`, and a
+        pipe for `STARTED` or the problem."""
         try:
             self._raise_walls(given)
             _signal.signal(_signal.SIGINT, _signal.default_int_handler)
@@ -242,7 +244,8 @@ class Guest:
 
 
 def _receive(control: _socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """Receive one message of at most `size` bytes, with its descriptors."""
+    """Receive one message of at most `size` bytes, with its descriptors, at most 8; b"" if the host has closed its
+    end."""
     descriptors: list[int] = []
     body, ancillary, _, _ = control.recvmsg(size, _socket.CMSG_LEN(8 * _INTEGERS.size))
     for level, kind, data in ancillary:

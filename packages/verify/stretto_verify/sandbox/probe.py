@@ -112,13 +112,14 @@ class Baits:
         self._stack.close()
 
     def lay(self, program: str) -> str:
-        """Insert the addresses of the baits into a program, and remove an earlier mark."""
+        """Return the program with the addresses of the baits in place of ``$PORT`` and the like. Removes an earlier
+        mark."""
         self.mark.unlink(missing_ok=True)
         return Template(program).safe_substitute(self._values)
 
 
 def try_attack(sandbox: Sandbox, attack: Attack, baits: Baits) -> Finding:
-    """Run one attack in the sandbox, and return whether it was stopped.
+    """Run one attack in the sandbox, and return the finding. An attack that ends without its aim counts as stopped.
 
     Raises:
         SandboxFailed: the sandbox did not survive the attack, or could not run it.

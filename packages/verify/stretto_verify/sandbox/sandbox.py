@@ -46,7 +46,7 @@ class SandboxUser:
             self.uid, self._claim = _claimed()
 
     def close(self) -> None:
-        """Release the user id."""
+        """Release the user id for other sandboxes."""
         if self._claim is not None:
             self._claim.close()
             self._claim = None
@@ -143,7 +143,7 @@ class Sandbox:
     Example::
 
         with Sandbox(walls, SandboxConfig()) as sandbox:
-            assert sandbox.run(b'{"source": "print(int(input()) + 1)"}', b"41", seconds=2).output == b"42\\n"
+            assert sandbox.run({"source": "print(int(input()) + 1)"}, b"41", seconds=2).output == b"42\\n"
     """
 
     def __init__(self, walls: Walls, config: SandboxConfig) -> None:
@@ -171,8 +171,8 @@ class Sandbox:
             raise self._failed(problem) from error
 
     def run(self, task: Mapping[str, Any], given: bytes, seconds: float, patience: float | None = None) -> ProgramEnd:
-        """Run the program of a task with `given` as its standard input. `task`: the dictionary that `script.perform`
-        takes.
+        """Run the program of a task with `given` as its standard input; starts the guest if needed. `task`: the
+        dictionary that `script.perform` takes.
 
         Args:
             seconds: limit on CPU time. A program that computes in parallel gets at least as much wall-clock time.
@@ -261,7 +261,8 @@ class Sandbox:
             raise OSError("the guest does not become ready")
 
     def _follow(self, output: int, errors: int, until: float) -> tuple[bytes, _Streams]:
-        """Read the program's output until the guest reports its end; returns the packed report and the output.
+        """Read the program's output until the guest reports its end; returns the packed report and the output. A
+        program that writes too much is ended. `output` and `errors`: descriptors; `until`: `time.monotonic`.
 
         Raises:
             OSError: the guest is gone, or silent.

@@ -98,7 +98,8 @@ def _clear(name: str) -> None:
 
 
 def _status(code: object) -> int:
-    """Exit status for the argument of ``sys.exit(code)``."""
+    """Exit status for the argument of ``sys.exit(code)``. Prints one that is neither None nor an integer to standard
+    error."""
     if code is None:
         return 0
     if isinstance(code, int):
@@ -153,7 +154,8 @@ def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: i
 
 
 def _found(namespace: dict[str, Any], name: str) -> Callable[..., object]:
-    """Method `name` of a class ``Solution`` if the program defines one, else the function `name`."""
+    """Method `name` of a class ``Solution`` if the program defines one, else the function `name`; KeyError if there is
+    neither."""
     if hasattr(namespace.get("Solution"), name):
         return getattr(namespace["Solution"](), name)  # type: ignore[no-any-return]
     return namespace[name]  # type: ignore[no-any-return]

@@ -164,8 +164,8 @@ def _own_executable() -> Path:
 
 
 def _bwrap(walls: Walls, interpreter: Interpreter, config: SandboxConfig, told: int) -> list[str]:
-    """Arguments of bubblewrap. Root starts it as root, so that it can bind any interpreter; the guest then changes its
-    user."""
+    """Command of bubblewrap, up to the command that it runs; OSError if it is not installed. Root starts it as root, so
+    that it can bind any interpreter; the guest then changes its user."""
     program = shutil.which("bwrap", path=_BWRAP_PLACES)
     if program is None:
         raise OSError("bubblewrap is not installed (Debian: apt-get install bubblewrap)")
