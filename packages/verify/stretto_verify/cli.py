@@ -33,7 +33,7 @@ class BadLines(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 2 for a mistake in the file or if no sandbox can be made, else 0,
-    whatever the verdicts."""
+    whatever the verdicts. `arguments`: None for those of the process. Wrong ones end the process with exit code 2."""
     parser = argparse.ArgumentParser("stretto-verify", description="Verdicts on the completions of a JSONL file.")
     parser.add_argument("kind", choices=("math", "code"), help="final answers against `gold`, or programs and `tests`")
     parser.add_argument("file", type=Path, help="one JSON object a line, with `completion` and `gold` or `tests`")
@@ -52,7 +52,8 @@ def read_rows(path: Path, needed: str) -> list[tuple[int, dict[str, Any]]]:
     """Line numbers and objects of a JSONL file, without blank lines.
 
     Raises:
-        BadLines: the file cannot be read, has no rows, or some lines lack `completion` or `needed`.
+        BadLines: the file cannot be read or has no rows, or some lines are no objects with a text `completion` and the
+            field `needed` ("gold", which must be a text or a number, or "tests").
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -79,7 +80,7 @@ def _row(line: str, needed: str) -> dict[str, Any]:
     """Parse one line.
 
     Raises:
-        ValueError: it is no object with the required fields.
+        ValueError: it is no object with a text `completion` and the field `needed`.
     """
     try:
         row = json.loads(line)
@@ -98,7 +99,8 @@ def _row(line: str, needed: str) -> dict[str, Any]:
 
 
 def print_judged(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], judge: Judge) -> None:
-    """Print each row as JSON with its `verdict` and `reason`, in order; report each undecided row on standard error."""
+    """Judge each row and print it as JSON with its `verdict` and `reason`. Undecided rows, and then their number, are
+    reported on standard error. `rows`: with their line numbers in the file `path`, for these reports."""
     undecided = 0
     for number, row in rows:
         found = judge(row)

@@ -51,7 +51,7 @@ def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
 
 
 def judged_here(completion: str, gold: str, prompt: str = "") -> Judged:
-    """Same as `judge_math`, always in this process and thread. Only the main thread has a time limit."""
+    """Same as `judge_math`, always in this process and thread: without a time limit outside the main thread."""
     try:
         if math(prompt, completion, gold):
             return Judged("right")
@@ -72,6 +72,10 @@ def judge_program(completion: str, tests: object, config: SandboxConfig = DEFAUL
             LiveCodeBench, APPS, TACO, DeepCoder, HumanEval or MBPP.
         config: limits of time, memory and files for a program.
 
+    Returns:
+        "wrong" also without a program in the completion; "undecided" if the tests cannot be read, the sandbox fails or
+        the time for all tests together runs out before one has failed.
+
     Raises:
         SandboxRefused: no sandbox that is safe enough can be made here.
     """
@@ -90,7 +94,7 @@ class ProgramJudge:
     """
 
     def __init__(self, config: SandboxConfig = DEFAULTS) -> None:
-        """Start the sandbox.
+        """Find a level of isolation that holds here (seconds, once per process and config) and start the sandbox.
 
         Raises:
             SandboxRefused: no sandbox that is safe enough can be made here.
@@ -130,7 +134,8 @@ def _probed(config: SandboxConfig) -> tuple[Walls, Report]:
 
 
 class _OfThisThread(threading.local):
-    """Judging processes of one thread. They end with the thread."""
+    """Judging processes of one thread: the worker for mathematics, and a sandbox for each config. They end with the
+    thread."""
 
     def __init__(self) -> None:
         self._judges: dict[SandboxConfig, ProgramJudge] = {}

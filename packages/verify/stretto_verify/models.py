@@ -89,7 +89,7 @@ class Asker:
 
     def ask(self, question: bytes, read: Callable[[bytes], Read]) -> Read:
         """Post `question`, a JSON body; returns ``read(body of the reply)``. Retries while the server is busy or cannot
-        be reached. Blocks for at most `config.seconds`, all tries together.
+        be reached. Blocks for at most `config.seconds`, all tries together. Errors of `read` are passed on.
 
         Raises:
             Undecided: no reply in that time or within `config.tries`, or the server refuses the request.
@@ -106,11 +106,12 @@ class Asker:
         raise Undecided(f"{self._who}: {reason}")
 
     def _reply(self, body: bytes, until: float) -> bytes:
-        """Send one request; returns the body of the reply. `until`: deadline, in seconds of `time.monotonic`.
+        """Send one request; returns the body of the reply, of a longer one the first 4 MiB and a little more. `until`:
+        deadline, in seconds of `time.monotonic`.
 
         Raises:
-            _Busy: the request failed for a reason that may pass.
-            Undecided: the server refuses the request.
+            _Busy: no reply before the deadline, no connection, or a status that says to try again.
+            Undecided: the server refuses the request with another status, or redirects it.
         """
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(self._config.key_variable):
@@ -146,15 +147,16 @@ class _Refused(HTTPRedirectHandler):
 
 
 def opener(*handlers: BaseHandler) -> OpenerDirector:
-    """Make an opener of URLs with these handlers, for which a redirect is an HTTPError. urllib would send the headers,
-    a key among them, to whatever host the redirect names, and take that host's reply."""
+    """Make an opener of URLs with these handlers besides urllib's own, for which a redirect is an HTTPError. urllib
+    would send the headers, a key among them, to whatever host the redirect names, and take that host's reply."""
     return build_opener(*handlers, _Refused())
 
 
 @contextmanager
 def _opened(request: Request, until: float) -> Iterator[HTTPResponse]:
-    """Context manager: the open reply to a request. A timer shuts the connection down at the time `until`, because a
-    socket timeout applies to each read and never expires with a server that sends one byte at a time."""
+    """Context manager: the open reply to a request. A timer shuts the connection down at the time `until` (of
+    `time.monotonic`), because a socket timeout applies to each read and never expires with a server that sends one
+    byte at a time. TimeoutError if that time has passed; errors of urllib are passed on."""
     used: list[socket.socket] = []
 
     def end() -> None:
@@ -166,7 +168,7 @@ def _opened(request: Request, until: float) -> Iterator[HTTPResponse]:
     timer.daemon = True
     timer.start()
     try:
-        with opener(_Plain(used), _Secured(used)).open(request, timeout=_left(until)) as reply:
+        with opener(_Noting(used)).open(request, timeout=_left(until)) as reply:
             yield reply
     finally:
         timer.cancel()
@@ -189,19 +191,15 @@ class _NotedSecure(_Noted, HTTPSConnection):
     """HTTPS connection that appends its socket to `used`."""
 
 
-class _Plain(HTTPHandler):
+class _Noting(HTTPHandler, HTTPSHandler):
+    """Opens URLs through connections that append their sockets to `used`."""
+
     def __init__(self, used: list[socket.socket]) -> None:
         super().__init__()
         self._used = used
 
     def http_open(self, req: Request) -> HTTPResponse:
         return self.do_open(partial(_Noted, self._used), req)
-
-
-class _Secured(HTTPSHandler):
-    def __init__(self, used: list[socket.socket]) -> None:
-        super().__init__()
-        self._used = used
 
     def https_open(self, req: Request) -> HTTPResponse:
         return self.do_open(partial(_NotedSecure, self._used), req)
@@ -279,7 +277,7 @@ class Judge:
         """Score of a completion divided by the best possible score: 0 to 1. Asks the server, with retries.
 
         Raises:
-            Undecided: the judge gave no valid score within `seconds`.
+            Undecided: the judge gave no valid score within the configured `seconds`.
         """
         config = self._config
         given = {"prompt": prompt, "completion": completion, "answer": answer, "full": f"{config.full:g}"}
@@ -339,8 +337,8 @@ def reward_model(settings: str) -> RewardModel:
 
 
 class RewardModel:
-    """Reward function: asks the server for the score of one completion at a time. The server batches the requests of
-    several workers."""
+    """Reward function: asks a server of a reward model for the score of one completion at a time. The server batches
+    the requests of several reward workers."""
 
     def __init__(self, config: RewardModelConfig) -> None:
         self._config = config
@@ -351,7 +349,7 @@ class RewardModel:
         """Score of the completion times `scale`; the gold `answer` is not used. Asks the server, with retries.
 
         Raises:
-            Undecided: the server gave no valid score within `seconds`.
+            Undecided: the server gave no valid score within the configured `seconds`.
         """
         question = json.dumps({"model": self._config.model, **self._asked(prompt, completion)}).encode()
         return self._asker.ask(question, self._number) * self._config.scale

@@ -33,8 +33,8 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 @dataclass(frozen=True)
 class Gold:
-    """A parsed gold answer: the values that generate a question again, and a digest of its text to check that it is
-    the same. `place` is its index in the dataset of `size` questions."""
+    """A parsed gold answer: the values that generate a question again (`place`, from 0, of `size` questions of `task`),
+    and a digest of the question's text, to check that it is the same."""
 
     task: str
     seed: int
@@ -87,7 +87,7 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
 
 @lru_cache(maxsize=64)
 def floor_of(task: str, parameters: str) -> float:
-    """Measure the floor of a task: the highest score of nonsense over its first questions. Nonsense that equals a
+    """Measure the floor of a task: the highest score of nonsense over its first 8 questions. Nonsense that equals a
     question's true answer does not count. `parameters`: of the task, as JSON.
 
     Raises:
@@ -118,8 +118,8 @@ def _entry(asked: Gold) -> Mapping[str, Any]:
 
 @lru_cache(maxsize=64)
 def _made(task: str, seed: int, size: int, parameters: str) -> Any:
-    """Make the dataset of a task, whose questions are generated on access. Raises Undecided if the package is missing
-    or refuses the parameters."""
+    """Dataset of a task, whose questions are generated on access; made once for equal arguments. Raises Undecided if
+    the package reasoning-gym is missing or refuses the parameters."""
     try:
         package = importlib.import_module(_PACKAGE)
         return package.create_dataset(task, size=size, seed=seed, **json.loads(parameters))

@@ -32,7 +32,8 @@ _MESSAGE = re.escape("<|message|>")
 
 
 def _pattern(marks: Iterable[str], message: str) -> str:
-    """Pattern for any of the marks. A channel mark may contain a recipient between its name and its message."""
+    """Pattern for any of the marks, in which `message`, a pattern, stands for ``<|message|>``: a recipient may come
+    before it, or it may be missing."""
     return "|".join(sorted({re.escape(mark).replace(_MESSAGE, message) for mark in marks}))
 
 

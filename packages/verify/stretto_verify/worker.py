@@ -40,8 +40,9 @@ class Worker:
         self._ended: weakref.finalize[..., Worker] | None = None
 
     def judge(self, completion: str, gold: str, prompt: str, seconds: float) -> Judged:
-        """Judge a completion. Undecided if it takes more than `clock_limit(seconds)` of wall-clock time, or the process
-        ends."""
+        """Judge a completion. Undecided if that takes more than `clock_limit(seconds)` of wall-clock time (60 s more
+        while the process starts), the process ends, or the text has a lone surrogate. A late process is killed; the
+        next call starts another."""
         try:
             request = msgspec.json.encode(MathRequest(completion, gold, prompt)) + b"\n"
         except UnicodeEncodeError:
@@ -55,7 +56,8 @@ class Worker:
         return Judged("undecided", f"no verdict within {limit:g} s" if line == b"" else "its process ended")
 
     def _ask(self, request: bytes, seconds: float) -> bytes:
-        """Send a request and return the reply line; b"" on a timeout, b"?" if the process has ended."""
+        """Send a request, to a new process if there is none, and return the reply line. b"" if it does not come within
+        `seconds`, b"?" if the process has ended."""
         process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -81,7 +83,7 @@ class Worker:
         return self._process
 
     def close(self) -> None:
-        """Kill the process, if there is one."""
+        """Kill the process, if there is one. A later `judge` starts another."""
         self._process = None
         if self._ended is not None:
             self._ended()
