@@ -81,8 +81,9 @@ class RunGateway:
     def groups(
         self, open_session: Callable[[str, Tokens, int], Session], score: Score, verdict: Callable[[float], Verdict]
     ) -> AgentGroups:
-        """Create the maker of groups for the run, or for an evaluation. `open_session` opens the session of a
-        trajectory; `score` judges a completion, and `verdict` turns an agent's own reward into a verdict."""
+        """Create the maker of groups for the run, or for an evaluation; call it after `start`. `open_session` opens the
+        session of a trajectory, by its id, the token ids of its prompt, and its seed. `score` judges a completion, and
+        `verdict` turns an agent's own reward into a verdict."""
         details = self._plan.details
         services = AgentServices(
             table=self._table,
@@ -102,13 +103,13 @@ class RunGateway:
 
 
 def _without_group(task: dict[str, Any]) -> dict[str, Any]:
-    """Remove the seed of the group, which agents do not get."""
+    """Remove the seed of the group, which agents do not get, from the `task`, and return it."""
     del task["group_seed"]
     return task
 
 
 def check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
-    """Check the agent of `[workflow]`, and the address of `[gateway]`.
+    """Check the agent of `[workflow]`, which must be an `AgentConfig`, and the address of `[gateway]`.
 
     Raises:
         RecipeError: the address cannot be bound, or is reachable from the network without a key.

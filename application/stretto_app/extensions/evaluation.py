@@ -16,8 +16,8 @@ from stretto.run import Order, Rewards, RunProcess, overrides_of, recipe_of, unf
 
 
 class EvaluationOrder(Order, frozen=True):
-    """Order to evaluate a model folder on the held-out prompts of a task. `task`: a path if `is_path`, else a recipe as
-    TOML text. `overrides`: values that replace those of the recipe."""
+    """Order to evaluate a model folder on the held-out prompts of a task; its result is an `Evaluation`. `task`: a path
+    if `is_path`, else a recipe as TOML text. `overrides`: values that replace those of the recipe."""
 
     model: str
     task: str
@@ -56,8 +56,8 @@ def evaluate(
         print(evaluation.accuracy, evaluation.right, evaluation.prompts)
 
     Raises:
-        UserError: the folder, the task or an override is invalid.
-        RoleError: an engine or a reward worker failed.
+        UserError: the folder, the task, the reward or an override is invalid.
+        RoleError: an engine or a reward worker failed, or the process of the evaluation died.
     """
     if not isinstance(model, str | Path):
         raise unfit("model", model, "the path of a model folder")

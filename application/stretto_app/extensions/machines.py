@@ -56,7 +56,9 @@ _FIRST = asyncio.FIRST_COMPLETED
 
 @dataclass
 class Cluster(Machines):
-    """Machines of a run. The pool `engines` grows and shrinks by `stretto scale`, and as machines come and go."""
+    """Machines of a run, made by `cluster_of`. The pool `engines` grows and shrinks by `stretto scale`, and as machines
+    come and go. `identity`: name and token of the run, as a join file without addresses; `report` gets sentences for
+    the log."""
 
     plan: Plan
     folder: RunFolder
@@ -148,9 +150,9 @@ class Cluster(Machines):
         return spans
 
     async def close(self, why: str, again: bool) -> None:
-        """Dismiss every machine, end the Ray placer, and remove the addresses from ``join.json``. All of these
-        are done even if one fails; the first error is raised afterwards. `why`: the reason that machines get; `again`:
-        whether they may try to join later."""
+        """Dismiss every machine, end the weights server and the Ray placer, and remove the addresses from
+        ``join.json``. All of these are done even if one fails; the first error is raised afterwards. `why`: the reason
+        that machines get; `again`: whether they may try to join later."""
         ray = self._ray
         await each_to_the_end(
             self._forget_addresses,
@@ -289,8 +291,8 @@ class Cluster(Machines):
         self._tasks.add(machine.name, self._look_after(machine, names))
 
     async def _let_go(self, machine: JoinedMachine) -> None:
-        """Wait until a machine of ranks asks to leave, then dismiss it. The trainer restarts with the remaining
-        ranks."""
+        """Wait until a machine of ranks asks to leave, then dismiss it, or until it is lost. The trainer then restarts,
+        and its ranks take places on other machines."""
         await first_of(machine.leaving, machine.lost)
         if not machine.lost.done():
             self.report(f"{machine.host} has left, with its rank(s) of the trainer: {machine.leaving.result()}")
@@ -392,7 +394,8 @@ class Cluster(Machines):
         return spec.name
 
     def _free_seat(self, number: int) -> int:
-        """First seat (share of this machine's GPUs) that no engine has. It is noted as taken by engine `number`."""
+        """First seat (share of this machine's GPUs) that no engine has, by its index. It is noted as taken by engine
+        `number`."""
         numbers = [int(name.rpartition("-")[2]) for name in self.engines.names]
         taken = {self._seat_numbers.get(one, one) for one in numbers}
         self._seat_numbers[number] = next(seat for seat in range(len(taken) + 1) if seat not in taken)
@@ -405,7 +408,8 @@ class Cluster(Machines):
 
 
 def cluster_of(parts: MachineParts) -> Cluster:
-    """Create the machines of a run, with the name and token recorded in its folder."""
+    """Create the machines of a run, with the name and token recorded in its folder (see `identity_of`). Nothing is
+    started before `Cluster.open`."""
     known = identity_of(parts.folder)
     return Cluster(
         parts.plan, parts.folder, parts.endpoints, parts.engines, parts.report, parts.spawner, known, parts.tenure
@@ -431,7 +435,7 @@ def _why_not(recipe: Recipe, join: Join) -> str:
 
 
 def write_join_file(folder: RunFolder, content: JoinFile) -> None:
-    """Write ``join.json`` into the run folder, readable only by this user."""
+    """Write ``join.json`` into the run folder, atomically, readable only by this user."""
     part = folder.path / f".{JOIN}.{os.getpid()}.part"
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     with os.fdopen(descriptor, "wb") as file:

@@ -35,7 +35,7 @@ def learn(
     progress: Callable[[SupervisedProgress], None],
 ) -> tuple[PreTrainedModel, OptimizerConfig]:
     """Train the model of `spec` on the pairs of `examples`, as `prefer` does; returns it with its settings. `load`
-    loads a model folder."""
+    loads a model folder for training with these settings. `progress` is called after each step."""
     config = PreferenceConfig.model_validate_json(spec.config)
     model, reference = load(spec.model, config), load(examples.reference, config)
     prefer(model, reference, examples.pairs, config, seed=spec.seed, progress=progress)
@@ -43,7 +43,7 @@ def learn(
 
 
 def dpo(chosen: Tensor, rejected: Tensor, beta: float) -> Tensor:
-    """-log sigmoid(beta (chosen - rejected)), [P]; equation 7.
+    """Loss of each pair, -log sigmoid(beta (chosen - rejected)), [P]; equation 7 of DPO.
 
     `chosen` and `rejected` are log policy - log reference of whole completions, [P].
     """
@@ -83,7 +83,7 @@ def _accumulate_pairs(
     learner: Learner, reference: ReferencePolicy, batch: Sequence[Preference], config: PreferenceConfig
 ) -> tuple[float, float]:
     """Accumulate the gradient of the mean loss over the batch's pairs, which are never split between micro-batches;
-    returns the loss and the share of pairs ranked correctly."""
+    returns the loss, and the share of pairs whose chosen completion gained more than the rejected one."""
     loss, right = 0.0, 0
     for pack in micro_batches([pair.tokens for pair in batch], config.micro_batch_tokens, config.min_micro_batches):
         packed, sequences = _packed([batch[i] for i in pack], learner.model.device)

@@ -34,9 +34,13 @@ def placing_seconds(wait: float) -> float:
 
 @dataclass
 class RayAgents:
-    """Keeps the wanted number of agents on a Ray cluster, by a placer process.
+    """Keeps the wanted number of agents on a Ray cluster, by a placer process, which `place` starts.
 
     Attributes:
+        log: log file of the placer.
+        spec: what the placer is started with.
+        token: the run's, for the agents; it reaches the placer in its environment.
+        say: gets sentences for the log of the run.
         module: Python module of the placer.
         pause: seconds before a failed order is repeated; doubled after each failure.
     """
@@ -137,7 +141,7 @@ class RayAgents:
         raise RoleDied(_NAME, how)
 
     async def close(self) -> None:
-        """End the placer and so its agents."""
+        """End the placer, if it has been started, and so its agents."""
         if self._channel is not None:
             self._channel.close()
         await self._process.stop(_GRACE)

@@ -41,15 +41,16 @@ class RemoteRanks:
         self._came = asyncio.Event()
 
     def joined(self, machine: JoinedMachine) -> None:
-        """Add a machine that offers places for ranks."""
+        """Add a machine that offers places for ranks. Waiting calls see them."""
         self._machines.append(machine)
         self._came.set()
 
     async def __call__(self, awaited: RanksAwaited, spec: TrainerSpec) -> None:
-        """Stop the earlier ranks, and start the `awaited` ones on joined machines. `spec`: that of the trainer.
+        """Stop the earlier ranks, and start the `awaited` ones on joined machines, for which it waits. `spec`: that of
+        the trainer.
 
         Raises:
-            RoleDied: too few machines joined in time, or one was lost.
+            RoleDied: too few machines joined in time, one was lost, or a rank did not start in time.
         """
         await gather_to_the_end(*(rank.stop(0.0) for rank in self._ranks))
         self._ranks = []

@@ -53,8 +53,8 @@ alphabet = "0123456789+-=abcdefghijklmnopqrstuvwxyz"
 
 
 def calibrate_machine(out: Path, say: Callable[[str], None]) -> MachineProfile:
-    """Measure the roles in isolation, correct the result by short runs, and write the record to `out`. It takes about
-    two minutes. `say` gets progress messages.
+    """Measure the roles in isolation, correct the result by short runs, write the record to `out` and return it. It
+    takes about two minutes. `say` gets progress messages.
 
     Raises:
         OSError: `out` cannot be written.
@@ -87,7 +87,8 @@ def _sample(recipe: Path, run: Path, overrides: Sequence[str]) -> RunSample:
 
 
 def between_roles(run: Inspection) -> dict[str, float]:
-    """Fields of `MachineProfile` that only a whole run shows, from a synchronous run.
+    """Fields of `MachineProfile` that only a whole run shows, from a synchronous run: seconds of conductor, server and
+    judge per trained completion, and seconds of the start.
 
     Of the time outside of generation and training, the conductor's part is the time for which its process was busy; the
     rest is the engine server's.

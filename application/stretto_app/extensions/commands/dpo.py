@@ -76,8 +76,8 @@ def dpo(
 
 
 def _found(recipe: PreferenceRecipe) -> tuple[ModelFolder, ModelFolder, Preferences]:
-    """Check the recipe; returns the model folder, the reference's, and the pairs as token ids. Weights are not loaded.
-    Raises UserError if a folder, a file or a setting cannot be used."""
+    """Check the recipe; returns the model folder, that of the reference (the same, if the recipe names none), and the
+    pairs as token ids. Weights are not loaded. Raises UserError if a folder, a file or a setting cannot be used."""
     config = recipe.preferences
     check_data_files([("preferences.file", config.file)])
     check_devices({"preferences": config})

@@ -104,7 +104,7 @@ class DataChoice:
 @dataclass(frozen=True)
 class Asked:
     """Options of `stretto eval` beside the recipe. `samples`: completions per question (None: as in the recipe);
-    `rows`: file for the results by question. `evaluate` appends the results by question to `results`."""
+    `rows`: file for the results by question (None: none). `evaluate` appends these results to `results`."""
 
     samples: int | None = None
     rows: Path | None = None
@@ -124,6 +124,7 @@ def evaluate(
     Args:
         model: model folder.
         task: a recipe, a JSONL file (all rows are used), or datasets.
+        overrides: values that replace those of the recipe, or of the datasets' source.
         say: writes a log line.
         asked: further options, and where the results go; None: the recipe's number of completions, and no results by
             question.

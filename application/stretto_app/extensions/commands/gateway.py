@@ -69,7 +69,7 @@ class Turns:
         return self._engines.generate(*requests)
 
     def break_off(self) -> None:
-        """Interrupt every turn, and refuse new ones."""
+        """Interrupt every turn, and refuse new ones: from now on calls raise EngineLost."""
         self.stopping = self._over = True
         self._engines.break_off()
 
@@ -85,7 +85,8 @@ class Turns:
             self.break_off()
 
     def sampler(self, session: str, record: SessionRecord) -> Sampler:
-        """Create the sampler of a session (implements `stretto_gateway.sessions.sessions.MakeSampler`).
+        """Create the sampler of the session with the id `session`, whose turns go on `record` (implements
+        `stretto_gateway.sessions.sessions.MakeSampler`).
 
         If the engine of a turn is lost, another engine samples the turn again, even if the gateway has begun to stop
         meanwhile. For a turn that begins while the gateway stops, the sampler raises EngineLost.

@@ -39,8 +39,8 @@ _ASSUMED_MEAN, _ASSUMED_SIGMA = 1 / 3, 0.8  # assumed mean length without data, 
 
 
 def plan_recipe(path: Path, overrides: Sequence[str], choice: PlanChoice, say: Callable[[str], None]) -> RunPlan:
-    """Find the best layouts of a recipe. `say` gets assumptions and progress. If a run is chosen, the plan is written
-    into its folder.
+    """Predict the best layouts of a recipe, best first, or its own layout if no number of GPUs is chosen. `say` gets
+    assumptions and progress. If a run is chosen, the plan is written into its folder.
 
     Raises:
         UserError: the recipe or an option is wrong, or the model fits in no layout.
@@ -77,9 +77,8 @@ def _check_run(run: Path, digest: str | None) -> None:
 
 
 def job_of(path: Path, overrides: Sequence[str], lengths: str | None, say: Callable[[str], None]) -> Job:
-    """Read a recipe file as the planner's input. A model folder that has only a config.json suffices. `lengths`:
-    lengths of completions, as a distribution, a file or a run folder; None: those of the demonstrations, else an
-    assumption, about which `say` gets a sentence."""
+    """Read and check a recipe file as the planner's input. A model folder that has only a config.json suffices.
+    `lengths` and `say`: as in `job_from`. UserError for mistakes of the recipe."""
     return job_from(outline(load_recipe(path, overrides)), lengths, say)
 
 
@@ -148,7 +147,7 @@ def rank_share(one: LayoutPrediction) -> float:
 
 
 def named(one: LayoutPrediction) -> str:
-    """Short description of a layout."""
+    """Short description of a layout: engines, their size, ranks, and seconds of a step."""
     of = f" of {one.tensor}" if one.tensor > 1 else ""
     return f"{one.engines:,} engines{of}, {one.ranks:,} ranks, {one.step_seconds:,.3g} s a step"
 
@@ -185,7 +184,7 @@ def table(found: RunPlan) -> str:
 
 
 def _why(found: RunPlan) -> list[str]:
-    """Sentence why the second best layout is worse; empty if there is none."""
+    """One sentence why the second best layout is worse; empty if there is no second."""
     if len(found.layouts) < 2:
         return []
     first, second = found.layouts[:2]

@@ -152,9 +152,9 @@ def replay(
 
 
 def _apart(ours: Path, theirs: Path) -> tuple[float, float] | None:
-    """Compute how far the weights in two folders differ: the norm of the difference divided by the norm of `theirs`,
-    and the largest absolute difference. One tensor at a time is in memory. None if the tensors have other names or
-    shapes."""
+    """Compute how far the weights in two model folders differ: the norm of the difference divided by the norm of
+    `theirs`, and the largest absolute difference. One tensor of each is in memory. None if the tensors have other names
+    or shapes. Both folders must have the same number of files."""
     of_gap, of_run, largest = 0.0, 0.0, 0.0
     for mine, other in zip(weight_files(ours), weight_files(theirs), strict=True):
         with safe_open(mine, "pt") as one, safe_open(other, "pt") as run:
@@ -284,8 +284,8 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
 
 
 def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, repeated: Sequence[_Repeated]) -> None:
-    """Complete the branch as a run folder: write its recipe, the metrics of the repeated steps, its origin, and copy
-    the run's questions and ledger. Raises StoreError if the ledger cannot be copied.
+    """Complete the branch in `target` as a run folder: write its recipe, the metrics of the repeated steps, its origin,
+    and copy the questions and the ledger of the run in `folder`. Raises StoreError if the ledger cannot be copied.
 
     The ledger gets its name last. Before that, the folder of a replay that was killed holds no run.
     """
@@ -306,7 +306,8 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, rep
 
 
 def _copy_ledger(folder: RunFolder, target: Path, repeated: Sequence[_Repeated]) -> None:
-    """Copy the run's ledger to a file, with the repeated updates, and without the facts that hold for the run only."""
+    """Copy the run's ledger to the file `target`, with the repeated updates, and without the facts that hold for the
+    run only. Raises StoreError if SQLite cannot."""
     try:
         with closing(open_for_reading(folder.ledger)) as source, closing(sqlite3.connect(target)) as copy:
             source.backup(copy)

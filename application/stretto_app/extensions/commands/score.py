@@ -39,7 +39,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 @dataclass(frozen=True)
 class Line(Generic[Fields]):
-    """One line: its place for errors ("FILE:LINE"), its whole object, and the required fields."""
+    """One line of a JSONL file: its place for errors ("FILE:LINE"), its whole object, and the required fields."""
 
     place: str
     row: dict[str, Any]
@@ -70,7 +70,7 @@ def _line(text: str, place: str, fields: type[Fields]) -> Line[Fields]:
 
 async def scored(config: RewardsConfig, items: Sequence[ScoreItem]) -> AsyncIterator[tuple[Verdict, float]]:
     """Judge items with a pool of workers of its own; yields the verdict and the seconds of each item, in order, as soon
-    as it and all before it are judged. Any number of undecided verdicts does not stop the rest.
+    as it and all before it are judged. Undecided verdicts, however many, do not stop the rest.
 
     Raises:
         RewardFunctionError: the reward cannot be used; the message says why.
@@ -125,7 +125,9 @@ def print_scored_answers(path: Path, config: RewardsConfig) -> None:
 
     Raises:
         DataError: the file or some of its lines are malformed; nothing was judged.
-        RewardFunctionError, RoleDied, DeadlineExceeded: as `scored`.
+        RewardFunctionError: the reward cannot be used.
+        RoleDied: a worker cannot be restarted.
+        DeadlineExceeded: a verdict took longer than ``rewards.patience`` seconds.
     """
     asyncio.run(_print_answers(read_lines(path, MathLine), config))
 
@@ -193,7 +195,8 @@ def print_scored_programs(path: Path, config: SandboxConfig, workers: int) -> No
 
 
 def read_tests(given: Sequence[tuple[str, object]]) -> list[ProgramTests]:
-    """Parse the tests of every row. `given`: pairs of the row's place, for errors ("FILE:LINE"), and its tests.
+    """Parse the tests of every row. `given`: pairs of the row's place, for errors ("FILE:LINE"), and its tests in any
+    form of `stretto_verify.code.formats`.
 
     Raises:
         DataError: some cannot be read; the first twenty are named.
@@ -225,7 +228,7 @@ def _print_program(line: Line[CodeLine], scored: Scored, report: Report) -> None
 
 
 class _Judges:
-    """Judges of programs, one with its own sandbox for each thread."""
+    """Judges of programs, one with its own sandbox for each thread that calls `score`."""
 
     def __init__(self, config: SandboxConfig, walls: Walls, report: Report) -> None:
         self._config, self._walls, self._report = config, walls, report

@@ -41,8 +41,9 @@ _OF_A_RUN = {"transport": "give --host and --port", "base_port": "give --port"}
 
 
 def take_gpu(recipe: Recipe, folder: ModelFolder) -> None:
-    """Choose the GPU on which the engine with the model in `folder` fits best, and limit this process to its share of
-    it. Does nothing for an engine on the CPU. Must be called before the first tensor is created.
+    """Choose the GPU with the most free memory for the engine with the model in `folder`, as the process's current
+    device, and limit the process to its share of it. Does nothing for an engine on the CPU. Must be called before the
+    first tensor is created.
 
     Raises:
         RecipeError: there are GPUs that this torch cannot use, or with far too little memory.
@@ -68,8 +69,9 @@ def recipe_of_engines(
     refused: Mapping[str, str] = MappingProxyType({}),
     sections: tuple[str, ...] = ("engine",),
 ) -> Recipe:
-    """Recipe for a given model, from overrides ``SECTION.key=value`` of these `sections`. `refused`: engine keys that
-    have no meaning here, beside those of a run, each with the remedy.
+    """Recipe for a given model, from overrides ``SECTION.key=value`` of these `sections` (and of the one key
+    ``model.special_tokens_in_messages``). `refused`: names of keys of [engine] that have no meaning here, besides those
+    for runs alone, each with the remedy.
 
     Raises:
         RecipeError: overrides are malformed, of another section or refused, or a value is invalid; lists them.
@@ -114,7 +116,7 @@ def serve(
     api_key: str | None = None,
     overrides: Sequence[str] = (),
 ) -> None:
-    """Serve a Hugging Face folder until SIGINT or SIGTERM; open requests are finished first.
+    """Serve a Hugging Face folder until SIGINT or SIGTERM; open requests are finished first, for at most 30 seconds.
 
     Args:
         name: the model's name for clients; by default the folder's name.
@@ -175,7 +177,8 @@ def rule_of(
 
 
 def context_of(longest_row: int, config: EngineConfig) -> int:
-    """Context length to serve, in tokens of a prompt with its completion: `longest_row`, if the KV cache is usable.
+    """Context length to serve, in tokens of a prompt with its completion: `longest_row`, the most that fit into the KV
+    cache.
 
     Raises:
         RecipeError: the KV cache is too small for any request.

@@ -33,7 +33,7 @@ def refuse_old(out: Path) -> None:
 def train_into(out: Path, training: Callable[[Path], Coroutine[Any, Any, None]]) -> None:
     """Run a training that writes the folder `out`, until it is done or a signal stops it.
 
-    `training`: takes the path of the log file and returns the coroutine to run.
+    `training`: takes the path of the log file, ``OUT.log`` beside `out`, and returns the coroutine to run.
 
     Raises:
         RunFolderError: the folder cannot be written.
@@ -56,7 +56,8 @@ def train_into(out: Path, training: Callable[[Path], Coroutine[Any, Any, None]])
 def sft(
     recipe_path: Path, overrides: Sequence[str], out: Path, on_learning: OnLearning, spawner: Spawner = FRESH
 ) -> None:
-    """Run the recipe's warm start alone and write the policy to `out` (`stretto sft`).
+    """Run the recipe's warm start alone and write the policy to `out` (`stretto sft`). `on_learning` is called with the
+    progress.
 
     Raises:
         UserError: the recipe has no warm start, or has a mistake; or `out` exists.

@@ -22,6 +22,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
 
     Args:
         resume: check that a run can be resumed; its folder is then `run_dir`, or `recipe_path` if that is None.
+        run_dir: where the run folder will be, for the estimate of disk space; None: the folder ``runs``.
 
     Raises:
         UserError: has every mistake.

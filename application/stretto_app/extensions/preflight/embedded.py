@@ -14,10 +14,11 @@ from stretto.model.hf.shape import BYTES
 
 
 def check_embedded(config: EngineConfig) -> None:
-    """Check the settings of a command whose engine runs in its own process, so that it must be the native one.
+    """Check the engine's settings for a command whose engine runs in its own process, so that it must be the native
+    one.
 
     Raises:
-        RecipeError: a setting is for a server of another make.
+        RecipeError: the engine is of another make, or settings are for a server of another make; lists them.
     """
     found = "and only the runs and evaluations of a recipe have another engine than the embedded one"
     problems = [Problem(f"engine.{key}", f"is given, {found}", "leave it out") for key in given_to_servers(config)]
@@ -29,8 +30,8 @@ def check_embedded(config: EngineConfig) -> None:
 
 
 def seat_alone(config: EngineConfig, base: ModelFolder, there: Sequence[Gpu]) -> Seat | None:
-    """Return the seat of an engine without a run, on the GPU, of those `there`, with the most free memory; None: the
-    CPU.
+    """Return the seat of an engine without a run, on the GPU, of those `there`, with the most free memory. None: it
+    runs on the CPU, as it is configured or because there is no GPU.
 
     Raises:
         RecipeError: the engine needs more than 1.5 times the free memory.

@@ -97,7 +97,8 @@ def _on_gpu(plan: Outline, role: str, device: str) -> bool:
 
 
 def check_memory(plan: Plan) -> list[str]:
-    """Check that the run needs at most twice the available memory; returns no warnings.
+    """Check that the run needs at most twice the available memory. Always returns an empty list, as a check without
+    warnings. Nothing is checked if roles are on GPUs.
 
     Raises:
         RecipeError: it needs more.
@@ -162,7 +163,7 @@ def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
 
 
 def _written(folder: Path) -> int:
-    """Return the bytes of a run folder's own files; branches of replays are no part of the estimate."""
+    """Return the bytes of the files in a run folder, without branches of replays, which are no part of the estimate."""
     found = 0
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name != BRANCHES]

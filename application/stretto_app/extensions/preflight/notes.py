@@ -18,13 +18,14 @@ from stretto_app.extensions.preflight.trial import try_reward
 
 
 def first_notes(recipe: Recipe, questions: Questions, tokenizer: Tokenizer) -> list[str]:
-    """Return warnings about the tokenizer's chat template and about workflows that wait for each other."""
+    """Return warnings, if any, about the tokenizer's chat template and about workflows that wait for each other."""
     return [*_unused_template(questions.training, tokenizer), *_workflow_notes(recipe, tokenizer)]
 
 
 def last_notes(recipe: Recipe, questions: Questions, sets: Sequence[Question], *, tried: bool) -> list[str]:
-    """Return warnings about digits, schedule, experts, repeated rows and the reward. `sets`: those of further sets.
-    `tried`: the reward was tried when the run began, so it is not tried again."""
+    """Return warnings, if any, about digits, schedule, experts, repeated rows and the reward. `sets`: questions of
+    ``[[evaluation.sets]]``. `tried`: the reward was tried when the run began, so it is not tried again. Raises as
+    `try_reward`."""
     return [
         *strange_digits(questions),
         *schedule_notes(recipe),
@@ -46,8 +47,8 @@ def schedule_notes(recipe: Recipe) -> Iterator[str]:
 
 
 def router_notes(model: Path) -> Iterator[str]:
-    """Yield a warning if the model's config asks for a loss that balances its experts. Only the recipe's objective is
-    trained, so nothing keeps the experts evenly used."""
+    """Yield a warning if the config in the folder `model` asks for a loss that balances its experts. Only the recipe's
+    objective is trained, so nothing keeps the experts evenly used."""
     coefficient = json.loads((model / "config.json").read_text(encoding="utf-8")).get("router_aux_loss_coef")
     if isinstance(coefficient, (int, float)) and coefficient:
         yield (
@@ -57,9 +58,10 @@ def router_notes(model: Path) -> Iterator[str]:
 
 
 def repeated(questions: Questions, sets: Sequence[Question] = ()) -> list[str]:
-    """Return warnings about questions that are both trained on and held out, or of one of the further `sets`, and about
-    questions that a later row repeats, with another answer or with the same. Generated questions are exempt, and
-    so are held-out questions and sets that are rows of the training file itself."""
+    """Return warnings about training questions that are also held out or in the further `sets` (questions of
+    ``[[evaluation.sets]]``), and about questions that a later row repeats, with another answer or with the same; empty
+    if there are none. Generated questions are exempt, and so are held-out questions and sets that are rows of the
+    training file itself."""
     training = [row for row in questions.training if row.place]
     both = {row.place for row in training}  # one file may be given for both
     held_out, further = (

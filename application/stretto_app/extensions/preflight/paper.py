@@ -36,14 +36,14 @@ _NO_GPUS = 0
 
 
 def is_on_paper(recipe: Recipe) -> bool:
-    """Whether the model folder has a config but no weights."""
+    """Whether the recipe's model folder has a config.json but no weights. False for a model that is built."""
     path = Path(recipe.model.path) if recipe.model.path is not None else None
     return path is not None and (path / "config.json").is_file() and not has_weights(path)
 
 
 def outline(recipe: Recipe) -> Outline:
-    """Check everything that does not depend on weights, devices, interpreters and servers. `notes` of the result name
-    the skipped checks.
+    """Check everything of a recipe that does not depend on weights, devices, interpreters and servers, and return what
+    is known of it. `notes` of the result name the skipped checks.
 
     Without a tokenizer, a prompt counts as many tokens as its text has bytes, which is an upper bound.
 
@@ -121,7 +121,8 @@ def _model(recipe: Recipe) -> tuple[ModelFolder, ModelFolder | None, int]:
 
 
 def _reference(recipe: Recipe) -> ModelFolder | None:
-    """Check the model of ``algorithm.reference.path`` and return its facts; None without a path or a config.json."""
+    """Check the model of ``algorithm.reference.path`` and return its facts; None without a path or a config.json.
+    Raises RecipeError or ModelFolderError."""
     asked = recipe.algorithm.reference
     if asked is None or asked.path is None or not (Path(asked.path) / "config.json").is_file():
         return None

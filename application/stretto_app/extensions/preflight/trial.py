@@ -46,7 +46,8 @@ from stretto_verify.thoughts import closed
 
 
 def filter_faults(refuses: Filter) -> Iterator[str]:
-    """Call a filter on made-up groups and yield the faults of its results. Errors raised by the filter pass through."""
+    """Call the filter `refuses` on made-up groups, and yield the faults of its results, none if all are well. Errors
+    raised by the filter pass through."""
     for rewards in ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0), (1.0,)):
         group = _made_up_groups(rewards)
         ids = {trajectory.id for trajectory in group.trajectories}
@@ -84,7 +85,7 @@ def pacing_faults(config: RolloutConfig) -> Iterator[str]:
 
 
 def admits_early(opens: Pacing) -> bool:
-    """Whether a policy starts a group although the staleness bound or `max_in_flight` forbids it."""
+    """Whether a pacing policy starts a group although the staleness bound or `max_in_flight` forbids it."""
     return any(opens(False, in_flight) for in_flight in (0, 1, 2))
 
 
