@@ -19,7 +19,7 @@ _STOPPED, _STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
 
 
 class Commands(TyperGroup):
-    """Command group that ends with one line on Ctrl-C, unless a run handles it."""
+    """Command group that ends on Ctrl-C with one line and exit code 130, unless a run handles it."""
 
     def invoke(self, ctx: Any) -> Any:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # as `heartbeat.keep_exit_codes`, without an import
@@ -54,8 +54,8 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def forking(modules: Sequence[str] = ()) -> Iterator[Spawner]:
-    """Start a fork server for the command (context manager). It forks after it has imported the libraries of its roles
-    and `modules`."""
+    """Context manager: the spawner of a command, whose fork server (`forking.role.fork_server`) has imported the
+    libraries of a run's roles and `modules`. It ends after the block, with all that it has forked."""
     with ExitStack() as ends:
         with importing():
             from stretto_app.forking.role import fork_server

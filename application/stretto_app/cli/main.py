@@ -420,8 +420,9 @@ _COMMAND = typer.main.get_command(app)
 
 
 def main() -> None:
-    """Run the command of `sys.argv`. A user's mistake exits with code 2, an error of the system (a full disk) with code
-    1; both print one message without a traceback."""
+    """Run the command of `sys.argv`, and end the process with its exit code. An error of stretto exits with its own
+    code (2: a user's mistake), an error of the system (a full disk) with code 1; both print one message without a
+    traceback."""
     try:
         check_packages("stretto", "stretto_app", "stretto_report", "stretto_verify")
         _COMMAND()

@@ -93,8 +93,8 @@ def _quick_metadata() -> Iterator[None]:
 
 
 def distributions_by_package() -> Mapping[str, list[str]]:
-    """Result of `importlib.metadata.packages_distributions` for packages and modules, read from the text of each
-    distribution's record."""
+    """Names of the installed distributions by package, as `importlib.metadata.packages_distributions` gives them, but
+    read from the text of each distribution's record, which is quicker."""
     found: dict[str, list[str]] = {}
     for distribution in importlib.metadata.distributions():
         declared = (distribution.read_text("top_level.txt") or "").split()

@@ -47,7 +47,8 @@ _ENDED_BY_AN_ERROR = 1  # the exit code of an interpreter
 
 @dataclass(frozen=True, eq=False)
 class Child:
-    """A forked process; `ended` is a descriptor that becomes readable when it ends (`kernel.ends.end_of`)."""
+    """A forked process. `ended`: a descriptor that becomes readable when it ends (`processes.kernel.end_of`). `wire`:
+    the descriptor of its connection to the command."""
 
     pid: int
     ended: int
@@ -55,7 +56,7 @@ class Child:
 
 
 class Server:
-    """Forks on request, and reports how its children end."""
+    """Main loop of a fork server: forks on request of the command, and reports to it how its children end."""
 
     def __init__(self, wire: socket.socket) -> None:
         self._wire = wire
@@ -133,7 +134,7 @@ class Server:
 
 
 def send(wire: int, message: Spawned | NotSpawned | Exited) -> bool:
-    """Send one message; False if the receiver is gone."""
+    """Send one message on the descriptor `wire`; True, or False if the receiver is gone."""
     with contextlib.suppress(BrokenPipeError):
         os.write(wire, msgspec.msgpack.encode(message))
         return True

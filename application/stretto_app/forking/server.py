@@ -48,7 +48,7 @@ _ACCELERATORS = (Path("/dev/nvidiactl"), Path("/dev/kfd"))
 
 
 class Spawned(Record, frozen=True, tag=True):
-    """Reply: the child has started."""
+    """Reply: the child has started, with this process id."""
 
     pid: int
 
@@ -61,7 +61,7 @@ class NotSpawned(Record, frozen=True, tag=True):
 
 
 class Exited(Record, frozen=True, tag=True):
-    """Reply: the child has ended; the code is negative for a signal."""
+    """Reply: the child has ended; `code` is its exit code, or minus the number of the signal."""
 
     code: int
 
@@ -116,8 +116,11 @@ class ForkServer:
         """Use a running fork server, or start one.
 
         Args:
-            modules: modules for the server to import.
-            running: an existing server and the wire to it; None: a server is started.
+            modules: modules for a new server to import.
+            running: the wire to an existing server, and its process; None: a server is started.
+
+        Raises:
+            OSError: the system has no room for a new one.
         """
         self._usable = True
         self._children: set[ForkedProcess] = set()
@@ -248,8 +251,9 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A child of the fork server. A pidfd reports its end, the server its exit code. If the server does not send the
-    code within 2 seconds, the child counts as killed by SIGKILL."""
+    """A child of the fork server, as a `spawn.RunningProcess`; made in an event loop. A pidfd reports its end, the
+    server its exit code. If the server does not send the code within 2 seconds, the child counts as killed by
+    SIGKILL."""
 
     def __init__(self, pid: int, wire: socket.socket) -> None:
         self.pid = pid
@@ -296,7 +300,7 @@ class ForkedProcess:
         return await asyncio.shield(self._ended)
 
     def on_end(self, act: Callable[[], None]) -> None:
-        """Call `act` when the process has ended."""
+        """Have `act` called by the event loop once the process has ended, also if it has already."""
         self._ended.add_done_callback(lambda ended: act())
 
     def terminate(self) -> None:

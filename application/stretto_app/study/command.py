@@ -33,7 +33,7 @@ def perform(
     with the exit code: 0, 1 if runs have failed, or 128 + the signal that stopped the study.
 
     `study`: file or name. `out`: folder of the study; None: ``studies/NAME``. `seeds`, `steps`: replace those of the
-    file, unless None. `jobs`: None: as many as the machine can run.
+    file, unless None. `jobs`: None: as many as the machine can run. `runner`: makes what trains a run.
 
     Raises:
         UserError: the study or its folder is wrong; lists every mistake.

@@ -107,8 +107,8 @@ class TrainProcesses:
         self._folder = folder
 
     async def train(self, run: PlannedRun, stop: StopSignal) -> str | None:
-        """Train the run to its end, or resume it. Return None, or the reason of its failure. A requested `stop` ends it
-        early."""
+        """Train the run to its end; resume it if its folder has a ledger. Return None if it has ended with exit code 0,
+        else a description of the exit code with the reason. A requested `stop` ends it early."""
         place = self._folder.run(run)
         resumes = (place / "ledger.sqlite").is_file()
         what = [str(place), "--resume"] if resumes else [str(self._folder.recipe(run)), "--run-dir", str(place)]
@@ -172,7 +172,8 @@ Say = Callable[[str], None]
 
 @dataclass
 class StudyProgress:
-    """State of a study's runs, by digest: outcomes of the finished runs, and the reason for each failed one."""
+    """State of a study's runs, by the digest of a run: outcomes of the finished ones, and why the others failed. Runs
+    that were stopped are in neither."""
 
     finished: dict[str, RunOutcome] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)

@@ -200,8 +200,8 @@ def _name(labels: Mapping[str, str]) -> str:
 def _cells(
     path: Path, file: StudyFile, axes: Sequence[_Axis], more: Mapping[str, Any]
 ) -> tuple[list[tuple[Mapping[str, str], Recipe]], list[Problem]]:
-    """Labels and recipe of every cell (one setting of each axis), and the problems. `more`: settings that replace those
-    of the file in all cells.
+    """Labels and recipe of every valid cell (one setting of each axis), and the problems; cells are not to be used if
+    there are any. `path`: of the study file. `more`: settings that replace those of the file in all cells.
 
     A problem of all cells is reported once; if the recipe itself has it, at the recipe. A problem of some cells is
     reported with their names.
@@ -245,8 +245,8 @@ def _inherited(base: Mapping[str, Any], source: Path) -> dict[tuple[str, str], P
 
 
 def _unequal(path: Path, cells: Sequence[tuple[Mapping[str, str], Recipe]]) -> Iterator[Problem]:
-    """Problems that make the comparison unfair. Every run must train the same number of trajectories, to its last step,
-    and cells must differ."""
+    """Yield the problems that make the comparison unfair. Every run must train the same number of trajectories, to its
+    last step, on equal evaluations, and cells must differ."""
     trained: dict[int, str] = {}
     same: dict[str, str] = {}
     for labels, recipe in cells:

@@ -28,7 +28,8 @@ _UNMARKED = re.compile(r"study\.toml|\.study\.(toml|json)\.\d+\.part")  # files 
 
 
 class Identity(Record, frozen=True):
-    """Content of ``study.json``. Example: ``Identity(name="staleness", digest="0f3a")``"""
+    """Content of ``study.json``: name and digest of the study whose folder it is. Example: ``Identity(name="staleness",
+    digest="0f3a")``"""
 
     name: str
     digest: str
@@ -84,8 +85,8 @@ class StudyFolder:
         write_atomically(known_by, msgspec.json.encode(Identity(study.name, study.digest)))
 
     def _strange(self) -> list[str]:
-        """Names of files that no study has left here. Empty folders, and ``study.toml`` beside them, were left by a
-        study that was killed before it had ``study.json``."""
+        """Sorted names of the files in the folder that no study has left there. Empty folders, and ``study.toml``
+        beside them, were left by a study that was killed before it had ``study.json``."""
         killed = all((self.path / inner).is_dir() for inner in _INNER)
         return sorted(
             file.name

@@ -43,7 +43,8 @@ class CellSummary(Record, frozen=True):
 
 
 class StudyResult(Record, frozen=True):
-    """Result of a study so far. `clock`: time of the quickest run, in seconds of reinforcement learning."""
+    """Result of a study so far. `clock`: time of the quickest run, in seconds of reinforcement learning; None before a
+    run has finished. `intervals`: what the intervals of the cells are, in words."""
 
     study: str
     digest: str
@@ -58,7 +59,7 @@ class StudyResult(Record, frozen=True):
 
 
 def summarise(study: Study, progress: StudyProgress) -> StudyResult:
-    """Compute the result of a study from its finished runs."""
+    """Compute the result of a study from its finished runs, on record with this machine and its library versions."""
     finished = list(progress.finished.values())
     clock = min((run.seconds for run in finished), default=None)
     recipe = study.cells[0].runs[0].recipe
