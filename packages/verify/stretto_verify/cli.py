@@ -24,7 +24,8 @@ Judge = Callable[[dict[str, Any]], Judged]
 
 
 class BadLines(Exception):
-    """Malformed lines of a file: one sentence each, with file and line number."""
+    """Malformed lines of a file, or a file without lines. `problems`: a sentence with file and line number for each of
+    the first 20, and one that counts the others."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(problems)

@@ -26,8 +26,9 @@ DEFAULTS = SandboxConfig()  #: default limits of a program
 def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
     r"""Judge whether the final answer of `completion` equals the answer `gold`.
 
-    A comparison takes at most half a second of CPU time. In the main thread a signal ends it; in another thread, where
-    signals do not work, a process of its own judges.
+    A comparison takes at most half a second of CPU time. In the main thread a signal ends it, and the completion is
+    wrong; in another thread, where signals do not work, a process of its own judges. The verdict is "undecided" if the
+    gold answer cannot be read, or this process is late.
 
     Args:
         completion: the whole text; thoughts (``<think>…</think>``) are left out.

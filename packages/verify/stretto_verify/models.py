@@ -277,7 +277,8 @@ class Judge:
         """Score of a completion divided by the best possible score: 0 to 1. Asks the server, with retries.
 
         Raises:
-            Undecided: the judge gave no valid score within the configured `seconds`.
+            Undecided: the judge did not reply within the configured `seconds`, refused, or its reply does not end by
+                itself with a valid score.
         """
         config = self._config
         given = {"prompt": prompt, "completion": completion, "answer": answer, "full": f"{config.full:g}"}
@@ -349,7 +350,8 @@ class RewardModel:
         """Score of the completion times `scale`; the gold `answer` is not used. Asks the server, with retries.
 
         Raises:
-            Undecided: the server gave no valid score within the configured `seconds`.
+            Undecided: the server did not reply within the configured `seconds`, refused, or its reply has no valid
+                score.
         """
         question = json.dumps({"model": self._config.model, **self._asked(prompt, completion)}).encode()
         return self._asker.ask(question, self._number) * self._config.scale

@@ -45,6 +45,7 @@ class Gold:
 
     @classmethod
     def of(cls, answer: str) -> Gold:
+        """Parse a gold answer, a JSON object; Undecided if it is not from a reasoning-gym source."""
         try:
             row = json.loads(answer)
             return cls(
@@ -56,7 +57,7 @@ class Gold:
 
 def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
     """Score of a completion above the task's floor, scaled to 0 … 1. The content of the last ``<answer>...</answer>``
-    is scored; without one, all text after the thoughts.
+    is scored; without one, all text after the thoughts. 0 for a completion of thoughts alone.
 
     Raises:
         Undecided: the question cannot be generated again, its scorer raises, or nonsense scores more than 0.5 in the

@@ -48,7 +48,7 @@ def parse_tests(given: object) -> ProgramTests:
     """Parse tests in any form that the module's docstring lists.
 
     Raises:
-        BadTests: no form fits; the message says which test is wrong, and how.
+        BadTests: no form fits, or there are no tests; the message says which test is wrong, and how.
     """
     for _ in range(_DEPTH):
         if isinstance(given, str):
@@ -172,8 +172,8 @@ def _lists(inputs: object, outputs: object, name: object) -> ProgramTests:
 
 
 def _accepted(wanted: object) -> tuple[Any, ...]:
-    """Accepted results of a call. Some rows wrap the result in a list and others do not, without any mark, so both
-    readings are accepted."""
+    """Accepted results of a call: `wanted`, and the item of a list of one. Some rows wrap the result in a list and
+    others do not, without any mark, so both readings are accepted."""
     return (wanted, wanted[0]) if isinstance(wanted, list) and len(wanted) == 1 else (wanted,)
 
 

@@ -71,7 +71,8 @@ class CodeReward:
         one process; inputs after the first failure are not run.
 
         Raises:
-            Undecided: the tests cannot be read, or the sandbox could not run them.
+            Undecided: the tests cannot be read, the sandbox could not run them, or the time for all of them ran out
+                before one failed.
         """
         try:
             found = self.judge(said(completion, prompt), parse_tests(answer), to_the_end=False)

@@ -122,7 +122,7 @@ def check_symbolic(text: str) -> None:
 
 
 def depth(text: str) -> int:
-    """Deepest nesting of brackets."""
+    """Deepest nesting of brackets of any kind; 0 without brackets."""
     deepest = level = 0
     for letter in text:
         if letter in "([{":

@@ -79,8 +79,8 @@ def math(prompt: str, completion: str, answer: str) -> bool:
     """Whether the final answer of `completion` equals the gold `answer`.
 
     Raises:
-        Undecided: the gold answer is empty, exceeds the limits, or cannot be read. (A completion of that kind is
-            wrong.)
+        Undecided: the gold answer is empty, exceeds the limits, or cannot be read. (A completion for which this holds,
+            or that takes too long, is wrong.)
     """
     expected = gold_piece(answer)
     if completion.strip() == answer.strip() and not opened(prompt):

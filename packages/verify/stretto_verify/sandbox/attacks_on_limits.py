@@ -16,7 +16,8 @@ THROUGH = b"THROUGH"
 
 @dataclass(frozen=True)
 class Attack:
-    """One attack. `stopped_by`: the weakest level of sandbox that must stop it."""
+    """One attack. `program`: its source. `stopped_by`: the weakest level of sandbox that must stop it. `seconds`: its
+    limit of CPU time."""
 
     name: str
     program: str

@@ -21,8 +21,8 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A folder in which groups can be created. `files`: which limit (``memory``, ``swap`` or ``processes``)
-    is written into each file there."""
+    """A folder in which groups can be created. `files`: by the name of a group's file, the limit (``memory``, ``swap``
+    or ``processes``) that is written into it."""
 
     folder: Path
     files: Mapping[str, str]
@@ -37,7 +37,7 @@ _OPTIONAL = {"memory.memsw.limit_in_bytes", "memory.swap.max"}  # kernels withou
 
 
 class ProgramGroup:
-    """A control group of one sandbox, in every hierarchy that is needed."""
+    """A control group of one sandbox, in every hierarchy that is needed; made by `create`."""
 
     def __init__(self) -> None:
         self._folders: list[Path] = []
@@ -65,7 +65,7 @@ class ProgramGroup:
         return group
 
     def add(self, process: int) -> None:
-        """Move a process into the group; its later children are in it too.
+        """Move a process, given by its pid, into the group; its later children are in it too.
 
         The kernel takes some milliseconds, so programs are forked inside the group instead of moved.
         """
@@ -73,7 +73,7 @@ class ProgramGroup:
             (folder / "cgroup.procs").write_text(str(process))
 
     def close(self) -> None:
-        """Remove the group; its processes must be gone, or about to go."""
+        """Remove the group, whose processes must be gone, or about to go: after 2 seconds with processes it stays."""
         for folder in self._folders:
             _remove(folder, time.monotonic() + _REMOVE_SECONDS)
         self._folders = []
@@ -127,8 +127,8 @@ def _mounts(text: str) -> Iterator[tuple[str, Path]]:
 
 
 def _below(mount: Path, path: str) -> Path:
-    """Folder of this process's group. In a container, the path may be one outside that is not visible: then the mount
-    folder."""
+    """Folder of this process's group, whose `path` in the hierarchy the kernel gives. In a container, that may be one
+    outside that is not visible: then the `mount` folder."""
     inside = mount / path.lstrip("/")
     return inside if inside.is_dir() else mount
 
@@ -155,7 +155,7 @@ def _remove(folder: Path, until: float) -> None:
 
 
 def _remove_orphans(parent: Path) -> None:
-    """Remove groups whose creator was killed."""
+    """Remove the groups in the folder `parent` whose creator was killed."""
     for folder in parent.glob(f"{_PREFIX}*-*"):
         owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():

@@ -97,7 +97,7 @@ class Guest:
         self._ids = os.getuid(), os.getgid()
 
     def serve(self) -> None:
-        """Carry out orders, one at a time, until the host closes its end."""
+        """Carry out orders, one at a time, until the host closes its end; then end the process. Never returns."""
         self._control.send(b"ready")
         while True:
             order, given = _receive(self._control, ORDER.size)
@@ -127,7 +127,8 @@ class Guest:
         return REPLY.pack(status, timed_out, time.monotonic() - start, processor, usage.ru_maxrss * 1024) + problem
 
     def _wait(self, child: int, seconds: float, until: float) -> tuple[bool, float]:
-        """Wait for the child. Return whether it exceeded a limit, and its CPU seconds (0 if it ended early).
+        """Wait for the child. Return whether it was killed for a limit, and its CPU seconds at the last look, 0 without
+        one.
 
         It is killed after `seconds` of CPU time (and not before as much wall-clock time), at the time `until`, or when
         the host orders it or is gone.

@@ -37,7 +37,8 @@ class Finding(Record, frozen=True):
 
 
 class Rung(Record, frozen=True):
-    """Walls that were tried: the findings of the attacks, or the `problem` that prevented them."""
+    """Walls that were tried: the findings of the attacks, or the `problem` that prevented or ended them, else "".
+    `warm`: one guest ran all programs."""
 
     level: str
     warm: bool

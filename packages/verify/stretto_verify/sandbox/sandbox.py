@@ -354,7 +354,7 @@ def _file(content: bytes) -> Iterator[int]:
 
 
 class _Pipe:
-    """Both ends of a pipe, each closed only once (context manager)."""
+    """Descriptors of both ends of a pipe, each closed only once (context manager)."""
 
     def __init__(self) -> None:
         self.read, self.write = os.pipe()

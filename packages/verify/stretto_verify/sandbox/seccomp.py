@@ -53,7 +53,7 @@ setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 
 @dataclass(frozen=True)
 class Architecture:
-    """A machine architecture: its number in the kernel's audit interface, and its numbers of the system calls above."""
+    """A machine architecture: its number in the kernel's audit interface, and its numbers of system calls, by name."""
 
     audit: int
     numbers: Mapping[str, int]

@@ -106,6 +106,7 @@ class Interpreter:
 
     @classmethod
     def of(cls, executable: Path, prefix: Path) -> Interpreter:
+        """The interpreter that is installed under `prefix`, with its libraries there and the system's that exist."""
         places = [prefix / "lib", prefix / "lib64", *map(Path, _SYSTEM_LIBRARIES)]
         return cls(executable, tuple(dict.fromkeys(place for place in places if os.path.exists(place))))
 
@@ -116,7 +117,7 @@ class Interpreter:
         return [path for path in found if path.is_dir() and not path.is_symlink()]
 
     def usable_by(self, uid: int | None) -> bool:
-        """Whether the user `uid` can read it (None: the user of this process)."""
+        """Whether the user `uid` can read this interpreter (None: the user of this process)."""
         try:
             if uid is None:
                 return all(os.access(path, os.R_OK | os.X_OK) for path in (self.executable, self.libraries[0]))
@@ -127,7 +128,7 @@ class Interpreter:
 
 def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
     """The interpreter of this process without its virtual environment, or the system's if the guest's user `uid` (None:
-    this one) cannot read that.
+    this one) cannot read that. Bubblewrap that root starts can show any interpreter to the user.
 
     Raises:
         OSError: the user cannot read the first, and the system has none.

@@ -34,8 +34,8 @@ _INTEGERS = ((2, 3), (5, 2), (4, 7), (3, 11))
 
 
 def same_value(one: sympy.Basic, other: sympy.Basic, renamed: Mapping[str, str] | None = None) -> bool | None:
-    """Compare two expressions. True: equal at every sampled point, at least three; False: different at one; None:
-    undetermined, since too few points have values.
+    """Compare two expressions; without symbols, as two numbers. True: equal at every sampled point, at least three;
+    False: different at one; None: undetermined, since too few points have values, or the numbers cannot be computed.
 
     `renamed` maps symbols of `other` to symbols of `one`.
 
@@ -55,7 +55,7 @@ def same_value(one: sympy.Basic, other: sympy.Basic, renamed: Mapping[str, str] 
 
 
 def named(expression: sympy.Basic) -> sympy.Basic:
-    """The expression with each application ``f(x)`` of an unknown function replaced by a symbol."""
+    """The expression with each application ``f(x)`` of an unknown function replaced by a symbol of that name."""
     calls = expression.atoms(AppliedUndef) if hasattr(expression, "atoms") else ()
     return expression.xreplace({call: sympy.Symbol(str(call)) for call in calls}) if calls else expression
 

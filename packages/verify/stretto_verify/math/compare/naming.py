@@ -222,7 +222,8 @@ def value_of_point(gold: Relation, given: Mapping[str, Node]) -> Listing | None:
 
 
 def as_named(given: Node) -> dict[str, Node] | None:
-    """Values by name, from ``y = 2, x = 1`` or ``(y, x) = (2, 1)``; None unless there are several different names."""
+    """Values by name, from ``y = 2, x = 1`` or ``(y, x) = (2, 1)``; None for any other node, also if two names are
+    equal."""
     relations = given.items if isinstance(given, Listing) else (given,)
     found: list[tuple[Node, Node]] = []
     for relation in relations:

@@ -40,7 +40,8 @@ _TRUNCATED = re.compile(
 
 
 def accepts(gold: str, answer: str) -> bool:
-    """Whether math-verify accepts `answer` for `gold`, and their values do not contradict it.
+    """Whether math-verify accepts `answer` for `gold`, has read every number and word of it, and their values do not
+    contradict it. False also if `answer` has a word that `gold` lacks.
 
     Raises:
         Undecided: an expression may grow without bound.

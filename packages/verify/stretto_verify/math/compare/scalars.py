@@ -30,10 +30,11 @@ _VARIABLES = frozenset("tuvwxyz")
 def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
     """Whether two scalars are equal; None if that is unknown.
 
-    If both have a unit, the answer is converted. If only one has a unit, it is ignored, with two exceptions: degrees
-    are converted if the other scalar is a multiple of pi, and an amount in two units ("5 feet 3 inches") differs
-    from a number without a unit. If only one has a scaling word ("percent", "million"), two readings are tried: the
-    word as a factor, and the word as a unit that the question has given.
+    If both have a unit, the answer is converted. If only one has a unit, it is ignored, but degrees are converted if
+    the other scalar is a multiple of pi. An amount in two units ("5 feet 3 inches") differs from a number without a
+    unit, a percentage from an amount with one, and an answer in another base than ten from a gold answer without a
+    base. If only one has a scaling word ("percent", "million"), two readings are tried: the word as a factor, and the
+    word as a unit that the question has given.
     """
     if {gold.unit, answer.unit} == {"degree", "rad"}:
         in_degrees, in_radians = (gold, answer) if gold.unit == "degree" else (answer, gold)
@@ -71,7 +72,8 @@ def _factor(exact: Fraction) -> sympy.Rational:
 
 
 def _same_latex(gold: str, answer: str, factor: sympy.Expr) -> Opinion:
-    """Whether gold = factor · answer, or one is the other rounded to enough decimals; None if unknown."""
+    """Whether gold = factor · answer, one is the other rounded to enough decimals, or both are the same letter; None if
+    unknown."""
     answer = _with_constant(gold, answer)
     if gold == answer and factor == 1:
         return True

@@ -175,7 +175,8 @@ _WHOLE_WORDS = re.compile(
 
 def without_frame(completion: str, prompt: str = "") -> str:
     """Prepare the end of a completion (20,000 characters) by rule 1, and rewrite digits, decorations and approximations
-    to plain forms. `prompt`: the question that it may repeat; a shorter one than 12 characters stays."""
+    to plain forms. `prompt`: the question, which is removed where it is repeated (if it has 12 characters or more), and
+    which may have opened a thought."""
     if "<<" in completion:
         completion = _CALCULATED.sub("", completion)
     text = unquoted(_MIXED.sub(_in_parts, in_digits(said(completion, prompt)[-LONGEST_TAIL:])))

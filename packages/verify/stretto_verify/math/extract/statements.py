@@ -51,7 +51,8 @@ def stated(text: str) -> str | None:
 
 
 def stance(text: str) -> str | None:
-    """The yes, no, true or false with which a text begins, if it has no other one and does not contradict itself.
+    """The yes, no, true or false with which a text begins; None if it begins otherwise, has another one, a digit or a
+    formula, or contradicts itself.
 
     >>> stance("Yes, it is."), stance("Yes, it is not."), stance("Yes. Or no.")
     ('Yes', None, None)

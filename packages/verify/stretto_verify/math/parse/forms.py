@@ -42,8 +42,8 @@ _CONDITION = re.compile(
 
 
 def reformed(text: str) -> str:
-    r"""Rewrite a final answer, in canonical spelling, that is a system of equations or contains a free integer. Any
-    other answer is unchanged.
+    r"""Rewrite a final answer in canonical spelling: a system of equations becomes a list, a sum of unit vectors a
+    tuple, a product of units one unit, and a free integer gets the name k. Any other answer is unchanged.
 
     >>> reformed(r"\begin{cases}x=1\\y=2\end{cases}"), reformed(r"\frac{\pi}{4}+n\pi,n \in \mathbb{Z}")
     ('x=1,y=2', '\\frac{\\pi}{4}+k\\pi')

@@ -243,7 +243,8 @@ def _has_word(bare: str) -> bool:
 
 
 def _list(opening: str, closing: str, items: Iterable[str]) -> Node:
-    """A list of the parsed items; or one relation whose right side is a list, as in ``x = 1, 2, 3``."""
+    r"""A list of the parsed items, in which lists without brackets are flattened; or one relation whose right side is a
+    list, as in ``x = 1, 2, 3`` or ``x \neq 1, x \neq 2``."""
     nodes = [node(item) for item in items]
     first, *rest = nodes
     names_all = isinstance(first, Relation) and first.signs[-1] in ("=", r"\in", r"\neq") and not opening
