@@ -41,7 +41,7 @@ def refuse_recipe(recipe: Path, overrides: Sequence[str], *, paths: bool = True)
     transformers that its model needs.
 
     Raises:
-        RecipeError: keys or values are wrong; names all.
+        RecipeError: the file is missing or broken, or keys or values are wrong; names all.
         ModelFolderError: with `paths`: the model folder is missing or has no config.json.
         DataError: with `paths`: a data file is missing.
     """
@@ -63,7 +63,7 @@ def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...
     that its model needs.
 
     Raises:
-        RecipeError: every mistake found.
+        RecipeError: the file is missing or broken, or keys or values are wrong; names all.
     """
     from stretto_app.forking.imports import imports_of_roles
 

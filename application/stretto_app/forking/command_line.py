@@ -44,7 +44,7 @@ def make_room(size: int) -> None:
 
 
 def show_as(words: Sequence[str]) -> None:
-    """Overwrite the command line that `ps` shows, as far as there is room."""
+    """Overwrite the command line that `ps` shows with these words, as far as there is room; OSError without /proc."""
     start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS])
     text = "\0".join(words).encode()[: end - start - 1]
     if start:  # 0 where a process may not know it

@@ -240,7 +240,7 @@ def engines_of_folder(
         model: model folder.
         folder: for the sockets (`engine.wire.socket_folder`).
         logs: folder for the logs.
-        seats: assignment of engines to GPUs.
+        seats: assignment of engines to GPUs; empty: they run on the CPU.
     """
     endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder, seats=seats)  # no weights
     specs = engine_specs(recipe, model, endpoints, published=False)

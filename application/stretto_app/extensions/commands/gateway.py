@@ -138,7 +138,8 @@ def gateway(
     spawner: Spawner = FRESH,
     say: Callable[[str], None] = say_aloud,
 ) -> None:
-    """Serve a Hugging Face folder to agents as sessions, until SIGINT or SIGTERM; open turns are finished first.
+    """Serve a Hugging Face folder to agents as sessions, until SIGINT or SIGTERM; open turns are finished first, for at
+    most 30 seconds.
 
     Args:
         folder: where sessions are recorded. Sessions on record are resumed.
