@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NoReturn, Optional
+from typing import Annotated, Optional
 
 import typer
 
@@ -45,12 +45,12 @@ JoinPatience = Annotated[
 
 def _join(
     kind: str, join: str, token: str | None, count: int, host: str | None, tls: str | None, patience: float
-) -> NoReturn:
+) -> None:
     check_packages(f"stretto {kind}", "stretto_cluster")
     from stretto_app.extensions.commands.join import offer, work
 
     brought = offer(join, token, count=count, host=host, tls=tls, patience=patience, kind=kind)
-    raise typer.Exit(work(brought, lambda text: print(text, flush=True)))
+    work(brought, lambda text: print(text, flush=True))
 
 
 def engine(

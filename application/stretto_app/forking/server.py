@@ -133,13 +133,7 @@ class ForkServer:
         with contextlib.ExitStack() as undo, far:
             undo.callback(wire.close)
             process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "stretto_app.forking.role",
-                    str(far.fileno()),
-                    " " * COMMAND_LINE_BYTES,
-                ],
+                [sys.executable, "-m", "stretto_app.forking.role", str(far.fileno()), " " * COMMAND_LINE_BYTES],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # if it fails, a fresh interpreter starts the role, or logs why not

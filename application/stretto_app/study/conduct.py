@@ -112,15 +112,11 @@ class TrainProcesses:
         place = self._folder.run(run)
         resumes = (place / "ledger.sqlite").is_file()
         what = [str(place), "--resume"] if resumes else [str(self._folder.recipe(run)), "--run-dir", str(place)]
+        command = [sys.executable, "-m", "stretto_app.cli.main", "train", *what, "--no-plots"]
         log = self._folder.log(run)
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "stretto_app.cli.main",
-                "train",
-                *what,
-                "--no-plots",
+                *command,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

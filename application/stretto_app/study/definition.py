@@ -18,6 +18,7 @@ algorithm.loss = "decoupled_ppo"
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -165,10 +166,7 @@ def _axes(file: StudyFile, place: str) -> tuple[list[_Axis], list[Problem]]:
             axes.append(_Axis(short if last[short] == 1 else key, settings))
     if file.variants:
         axes.insert(0, _Axis(VARIANT, file.variants))
-    cells = 1
-    for axis in axes:
-        cells *= len(axis.settings)
-    if cells > _MOST_CELLS:
+    if (cells := math.prod(len(axis.settings) for axis in axes)) > _MOST_CELLS:
         problems.append(Problem(f"{place}: grid", f"{cells:,} cells", f"a study has {_MOST_CELLS:,} at most"))
         axes = []
     return axes, problems

@@ -87,7 +87,9 @@ def _cell(study: Study, number: int, progress: StudyProgress, clock: float | Non
         known = [one for one in found if one is not None]
         return interval(known) if known and len(known) == len(found) else None
 
-    to_target = [None if study.target is None else run.seconds_to(study.target) for run in runs]
+    def to_target(run: RunOutcome) -> float | None:
+        return None if study.target is None else run.seconds_to(study.target)
+
     return CellSummary(
         name=cell.name,
         labels=cell.labels,
@@ -101,8 +103,8 @@ def _cell(study: Study, number: int, progress: StudyProgress, clock: float | Non
         staleness_max=max((run.staleness_max for run in runs), default=None),
         wasted=over(lambda run: run.wasted_tokens / run.generated_tokens if run.generated_tokens else None),
         recomputed=over(lambda run: run.recomputed_tokens / run.generated_tokens if run.generated_tokens else None),
-        seconds_to_target=interval([s for s in to_target if s is not None]) if runs and None not in to_target else None,
-        reached=None if study.target is None else sum(one is not None for one in to_target),
+        seconds_to_target=over(to_target),
+        reached=None if study.target is None else sum(to_target(run) is not None for run in runs),
         by_step=by_step(curves),
         by_clock=by_clock(curves, clock or 0.0),
         runs=runs,

@@ -164,3 +164,9 @@ def test_the_digits_of_another_base_are_another_number(base: int, number: int, f
     assert not right(digits, boxed(based), f"Write {number} in base {base + 1}.")
     assert right(based, boxed(digits))
     assert right(digits, boxed(digits + form.format(10)))
+
+
+@pytest.mark.parametrize(("word", "base"), [("two", 2), ("eleven", 11), ("fifteen", 15), ("sixteen", 16)])
+def test_a_question_may_name_its_base_in_a_word(word: str, base: int) -> None:
+    assert right("101", boxed(rf"101_{{{base}}}"), f"Write the number in base {word}.")
+    assert not right("101", boxed(rf"101_{{{base}}}"), "Write the number in base twelve.")

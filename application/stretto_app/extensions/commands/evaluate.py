@@ -68,11 +68,13 @@ class DataChoice:
         gym = all(place.startswith(_GYM) for place in self.data)
         asked = [self._source(place) | further for place in self.data]
         reward = "reasoning_gym" if gym else self._mapped.reward if self._mapped is not None else None
+        if isinstance(rewards := tree.get("rewards"), dict) and rewards.get("functions"):
+            reward = None  # the section has rewards of its own
         for section, defaults in (
             ("task", {"kind": "dataset", "sources": asked, "held_out_sources": asked}),
             ("trainer", {}),
             ("evaluation", {"prompts": sys.maxsize}),
-            ("rewards", {"function": reward} if reward is not None and not _several(tree.get("rewards")) else {}),
+            ("rewards", {"function": reward} if reward is not None else {}),
         ):
             if isinstance(tree.setdefault(section, {}), dict):
                 tree[section] = defaults | tree[section]
@@ -194,11 +196,6 @@ def _files(task: Path | DataChoice) -> Iterator[tuple[str, str]]:
         return
     local = [place for place in task.data if not place.startswith(_GYM) and is_local(place, Path.cwd())]
     yield from (("--data", str(Path(place).expanduser())) for place in local)
-
-
-def _several(rewards: object) -> bool:
-    """Whether the section has a list of rewards; then the dataset's default reward is not used."""
-    return isinstance(rewards, dict) and bool(rewards.get("functions"))
 
 
 async def _evaluate(plan: Plan, spawner: Spawner, keep: Callable[[Sequence[QuestionResult]], None]) -> Evaluation:

@@ -160,7 +160,8 @@ def gateway(
     context = context_of(longest_row_of(base, recipe.engine), recipe.engine)
     check_of_servers("check_window", recipe, base, context)
     unserved = _without_grammars(recipe.engine, base, tokenizer)
-    chosen = _choices(recipe.engine)
+    filtered = recipe.engine.kind == "native" or capabilities_of(recipe.engine.kind).filtered_logprobs
+    chosen = DISTRIBUTION if filtered else ("temperature",)
     served = session_model(name or base.path.name, tokenizer, context, grammars=not unserved, chosen=chosen)
     probe = [tokenizer.encode_chat(_PROBE)] if recipe.engine.addresses else []
     check_of_servers("check_servers", recipe, base, tokenizer, probe)
@@ -182,11 +183,6 @@ def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokeni
     if config.kind != "native":
         return f"servers of {capabilities_of(config.kind).name} are given no grammars"
     return Grammars(lambda: tokenizer, base.vocab_size).problem
-
-
-def _choices(config: EngineConfig) -> tuple[str, ...]:
-    filtered = config.kind == "native" or capabilities_of(config.kind).filtered_logprobs
-    return DISTRIBUTION if filtered else ("temperature",)
 
 
 async def _serve(

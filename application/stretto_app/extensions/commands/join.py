@@ -76,9 +76,9 @@ def dealt(ids: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
     return tuple(on_gpus([ids[(at * each + one) % len(ids)] for one in range(each)]) for at in range(count))
 
 
-def work(brought: Offer, say: Callable[[str], None]) -> int:
-    """Serve the run until it ends, or until SIGTERM or Ctrl-C, which drain this machine's roles first. Return the exit
-    code 0. `say` gets log lines.
+def work(brought: Offer, say: Callable[[str], None]) -> None:
+    """Serve the run until it ends, or until SIGTERM or Ctrl-C, which drain this machine's roles first. `say` gets log
+    lines.
 
     Raises:
         MachineLost: no gate of the run was found in time.
@@ -87,7 +87,7 @@ def work(brought: Offer, say: Callable[[str], None]) -> int:
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))
     try:
-        return asyncio.run(_work(brought, say))
+        asyncio.run(_work(brought, say))
     except HandshakeRefused as refused:
         raise RecipeError([Problem("--join", str(refused), _remedy(refused))]) from None
 
@@ -99,12 +99,11 @@ def _remedy(refused: HandshakeRefused) -> str:
     return "give the folder of the run's certificates by --tls" if "TLS" in refused.how else ""
 
 
-async def _work(brought: Offer, say: Callable[[str], None]) -> int:
+async def _work(brought: Offer, say: Callable[[str], None]) -> None:
     leave, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave.set)
     say(await run_agent(brought, say, leave))
-    return 0
 
 
 def scale(run: Path, changes: list[str]) -> str:

@@ -331,28 +331,21 @@ def _totals(folder: RunFolder, repeated: Sequence[_Repeated]) -> Totals:
     return Totals(max_staleness=bound, wall_seconds=last.wall_seconds, rl_seconds=last.rl_seconds)
 
 
+#: Fields of `StepMetrics` about the batch of a step, which the run and its replay have in common.
+_OF_THE_BATCH = (
+    *("step", "version", "accuracy", "reward", "length_mean", "length_max", "staleness_mean", "staleness_max"),
+    *("trained_tokens", "masked_tokens", "rewards", "max_staleness", "truncated", "undecided", "undecided_reason"),
+)
+
+
 def _line(line: StepMetrics, again: _Repeated) -> StepMetrics:
     """Metrics of a repeated step: fields about the batch from `line` of the run, and the replay's own measurements.
     Fields that only the run measured (generated tokens, busy shares, memory, queues, goodput, canary, selection bias)
     keep their defaults."""
     return StepMetrics(
-        step=line.step,
-        version=line.version,
+        **{name: getattr(line, name) for name in _OF_THE_BATCH},
         wall_seconds=again.wall_seconds,
         rl_seconds=again.rl_seconds,
-        accuracy=line.accuracy,
-        reward=line.reward,
-        length_mean=line.length_mean,
-        length_max=line.length_max,
-        staleness_mean=line.staleness_mean,
-        staleness_max=line.staleness_max,
-        trained_tokens=line.trained_tokens,
-        masked_tokens=line.masked_tokens,
         skipped=again.update.skipped,
         trainer=again.update.metrics,
-        rewards=line.rewards,
-        max_staleness=line.max_staleness,
-        truncated=line.truncated,
-        undecided=line.undecided,
-        undecided_reason=line.undecided_reason,
     )

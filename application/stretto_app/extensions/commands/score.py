@@ -5,6 +5,7 @@ lines are checked before the first completion is judged.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 import threading
@@ -184,14 +185,14 @@ def print_scored_programs(path: Path, config: SandboxConfig, workers: int) -> No
         raise RewardFunctionError([Problem("rewards.code", refusal.found, refusal.remedy)]) from refusal
     print(report, file=sys.stderr)
     judges = _Judges(config, walls, report)
-    with ThreadPoolExecutor(workers, "judge") as pool:
-        try:
-            for line, scored in zip(
-                lines, pool.map(judges.score, [x.fields.completion for x in lines], tests), strict=True
-            ):
-                _print_program(line, scored, report)
-        finally:
-            judges.close()
+    with ThreadPoolExecutor(workers, "judge") as pool, contextlib.closing(judges):
+        found = pool.map(judges.score, [line.fields.completion for line in lines], tests)
+        for line, scored in zip(lines, found, strict=True):
+            if scored.verdict == "undecided":
+                print(f"{line.place}: undecided: {scored.judgement.problem}", file=sys.stderr)
+            told = {"verdict": scored.verdict, "passed": scored.judgement.passed}
+            row = line.row | told | {"seconds": round(scored.seconds, 4), "level": report.level.value}
+            print(msgspec.json.encode(row).decode(), flush=True)
 
 
 def read_tests(given: Sequence[tuple[str, object]]) -> list[ProgramTests]:
@@ -212,19 +213,6 @@ def read_tests(given: Sequence[tuple[str, object]]) -> list[ProgramTests]:
         more = [Problem("in all", f"the tests of {len(problems)} of {len(given)} rows cannot be read")]
         raise DataError([*problems[:_SHOWN], *more])
     return tests
-
-
-def _print_program(line: Line[CodeLine], scored: Scored, report: Report) -> None:
-    judgement = scored.judgement
-    if scored.verdict == "undecided":
-        print(f"{line.place}: undecided: {judgement.problem}", file=sys.stderr)
-    row = line.row | {
-        "verdict": scored.verdict,
-        "passed": judgement.passed,
-        "seconds": round(scored.seconds, 4),
-        "level": report.level.value,
-    }
-    print(msgspec.json.encode(row).decode(), flush=True)
 
 
 class _Judges:

@@ -55,14 +55,6 @@ def take_gpu(recipe: Recipe, folder: ModelFolder) -> None:
         take_share(seat.share)
 
 
-def _served(overrides: Sequence[str]) -> Recipe:
-    """Recipe from the ``engine.key=value`` overrides, for an engine in this process. Raises RecipeError with all
-    malformed overrides and invalid values, or for an engine of another kind."""
-    recipe = recipe_of_engines(Path(), overrides, {"count": "one engine is served"})
-    check_embedded(recipe.engine)
-    return recipe
-
-
 def recipe_of_engines(
     model: Path,
     overrides: Sequence[str],
@@ -125,7 +117,8 @@ def serve(
     Raises:
         UserError: the folder, an override or the address is wrong.
     """
-    recipe = _served(overrides)
+    recipe = recipe_of_engines(Path(), overrides, {"count": "one engine is served"})
+    check_embedded(recipe.engine)
     config, as_tokens = recipe.engine, recipe.model.special_tokens_in_messages
     check_key(api_key)
     folder = inspect_model_folder(model)

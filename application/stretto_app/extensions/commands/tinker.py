@@ -12,11 +12,7 @@ from stretto.core.errors import Problem, RecipeError
 from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
 from stretto.processes import event_loop
 from stretto.processes.http.asgi import HostNames, is_loopback
-from stretto_app.extensions.commands.serve import (
-    allow_many_connections,
-    recipe_of_engines,
-    say_aloud,
-)
+from stretto_app.extensions.commands.serve import allow_many_connections, recipe_of_engines, say_aloud
 from stretto_app.extensions.preflight.embedded import check_embedded
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.serve import TinkerServer

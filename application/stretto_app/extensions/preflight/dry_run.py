@@ -52,19 +52,13 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     for sentence in placed(plan, plan.seats) or (unplaced(recipe),):
         print(f"devices     {sentence}")
     if is_on_paper(recipe):
-        print(f"per device  {_memory_per_device(plan)}")
+        from_plan = "stretto_app.extensions.commands.plan:memory_per_device"
+        print(f"per device  {from_package(from_plan, '--dry-run', 'stretto_foresight')(plan)}")
     print(f"disk        {estimate_disk(plan, folder)}")
     found = warnings(plan, folder)
     for warning in found:
         print(f"warning     {warning}")
     print(f"{f'{len(found)} lines of warnings' if found else 'no problems found'}; nothing was started")
-
-
-def _memory_per_device(asked: Outline) -> str:
-    told: str = from_package(
-        "stretto_app.extensions.commands.plan:memory_per_device", "--dry-run", "stretto_foresight"
-    )(asked)
-    return told
 
 
 def _seated(plan: Outline) -> Outline:

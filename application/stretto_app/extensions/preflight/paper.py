@@ -147,11 +147,5 @@ def _not_checked(
 
 def _as_bytes(questions: Iterable[Question]) -> tuple[Prompt, ...]:
     """Make prompts without a tokenizer: each byte of the text counts as one token."""
-    return tuple(
-        Prompt(id=one.id, token_ids=tuple(_all_text(one).encode()), text=one.text, answer=one.answer)
-        for one in questions
-    )
-
-
-def _all_text(question: Question) -> str:
-    return "".join(message["content"] for message in question.messages) or question.text
+    texts = [(one, "".join(message["content"] for message in one.messages) or one.text) for one in questions]
+    return tuple(Prompt(one.id, tuple(text.encode()), one.text, one.answer) for one, text in texts)

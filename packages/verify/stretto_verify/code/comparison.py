@@ -98,9 +98,7 @@ def same_value(expected: Any, found: Any, *, alike: bool = False) -> bool:
             return bool(expected == found)
         case (bool(), _) | (_, bool()):
             return expected is found
-        case int(), int():
-            return bool(expected == found)
-        case int(), float():
+        case int(), int() | float():
             return bool(expected == found)
         case float(), int() | float():
             return _close_value(expected, found)

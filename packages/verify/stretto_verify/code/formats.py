@@ -155,15 +155,8 @@ def _lists(inputs: object, outputs: object, name: object) -> ProgramTests:
         raise BadTests("'inputs' and 'outputs' are not lists of the same length")
     pairs = list(zip(inputs, outputs, strict=True))
     if not name:
-        return ProgramTests(
-            stdin=tuple(
-                [
-                    StdinTest(stdin=_joined(given, "inputs"), stdout=_joined(wanted, "outputs"))
-                    for given, wanted in pairs
-                ]
-            ),
-            alike=True,
-        )
+        texts = [(_joined(given, "inputs"), _joined(wanted, "outputs")) for given, wanted in pairs]
+        return ProgramTests(stdin=tuple(StdinTest(*pair) for pair in texts), alike=True)
     name = _text(name, "fn_name")
     if not all(isinstance(given, list) for given, _ in pairs):
         raise BadTests("'inputs' of a function are not lists of arguments")

@@ -64,11 +64,15 @@ def extract_program(
 def defines(program: str, name: str) -> bool:
     """Whether the program defines a function, class or variable of that name, or imports one, at top level or in a
     class. False if the program is no valid Python."""
+    return _defined(_statements(program) or [], name)
+
+
+def _statements(text: str) -> list[ast.stmt] | None:
+    """Statements of a program; None if it is no valid Python."""
     try:
-        tree = ast.parse(program)
+        return ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return _defined(tree.body, name)
+        return None
 
 
 def helpers(preamble: str, entry_point: str) -> str:
@@ -130,7 +134,8 @@ def _blocks(text: str) -> tuple[list[str], bool]:
             break
         is_python = opening["label"].lower() in _PYTHON
         # A string of the program may contain a fence: take the first end that leaves valid Python, else the first.
-        end, block = next((found for found in closing if is_python and _is_program(found[1])), closing[0])
+        valid = (found for found in closing if is_python and _statements(found[1]) is not None)
+        end, block = next(valid, closing[0])
         at = end + 1
         if is_python:
             labelled.append(block)
@@ -145,14 +150,6 @@ def _closing(fences: Sequence[re.Match[str]], start: int, ticks: str) -> Iterato
         fence = fences[number]
         if fence["ticks"].startswith(ticks) and not fence["label"] and not fence["bullet"]:
             yield number
-
-
-def _is_program(text: str) -> bool:
-    try:
-        ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return True
 
 
 def _without_margin(block: str, width: int) -> str:

@@ -25,6 +25,7 @@ from stretto_verify.math.extract.subjects import is_of_another, subject
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto_verify.math.parse.expressions import expression
 from stretto_verify.math.parse.forms import undeclared
+from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.reading import read
 from stretto_verify.math.parse.spelling import compact, spelled
 from stretto_verify.math.parse.structure import (
@@ -53,22 +54,7 @@ _ONLY_SUBJECT = re.compile(  # of a question that has one
     r"should)\b",
     re.IGNORECASE,
 )
-_BASES = {
-    "binary": "2",
-    "ternary": "3",
-    "octal": "8",
-    "hexadecimal": "16",
-    "two": "2",
-    "three": "3",
-    "four": "4",
-    "five": "5",
-    "six": "6",
-    "seven": "7",
-    "eight": "8",
-    "nine": "9",
-    "twelve": "12",
-    "sixteen": "16",
-}
+_BASES = {"binary": "2", "ternary": "3", "octal": "8", "hexadecimal": "16"}
 _BASE = re.compile(r"\b(?:base[\s$-]{0,3}([0-9]{1,2}|[a-z]{3,7})|(binary|ternary|octal|hexadecimal))\b", re.IGNORECASE)
 _COMMA = re.compile(  # three digits are a thousand
     r"([^0-9,()\[\]]*[0-9]+),((?:[0-9]{1,2}|[0-9]{4,})[^0-9,()\[\]]*)"
@@ -190,7 +176,7 @@ def _in_base_of(prompt: str, found: Node) -> Node:
         return replace(found, sides=(*found.sides[:-1], _in_base_of(prompt, found.sides[-1])))
     if not isinstance(found, Scalar) or not found.unit.startswith("base "):
         return found
-    named = {_BASES.get(one.lower(), one) for pair in _BASE.findall(prompt) for one in pair if one}
+    named = {_BASES.get(one.lower(), str(counted(one) or one)) for pair in _BASE.findall(prompt) for one in pair if one}
     return replace(found, unit="") if found.unit.removeprefix("base ") in named else found
 
 

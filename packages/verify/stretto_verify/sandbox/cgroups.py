@@ -75,7 +75,7 @@ class ProgramGroup:
     def close(self) -> None:
         """Remove the group, whose processes must be gone, or about to go: after 2 seconds with processes it stays."""
         for folder in self._folders:
-            _remove(folder, time.monotonic() + _REMOVE_SECONDS)
+            _remove(folder)
         self._folders = []
 
 
@@ -84,7 +84,7 @@ def remove_groups_of(process: int) -> None:
     with contextlib.suppress(OSError):
         for hierarchy in find_hierarchies():
             for folder in hierarchy.folder.glob(f"{_PREFIX}{process}-*"):
-                _remove(folder, time.monotonic() + _REMOVE_SECONDS)
+                _remove(folder)
 
 
 def find_hierarchies(proc: Path = Path("/proc/self")) -> list[Hierarchy]:
@@ -140,18 +140,13 @@ def _set_limits(folder: Path, limits: Mapping[str, int]) -> None:
                 setting.write(str(limit))
 
 
-def _remove(folder: Path, until: float) -> None:
-    while True:
+def _remove(folder: Path) -> None:
+    until = time.monotonic() + _REMOVE_SECONDS
+    while folder.exists() and time.monotonic() < until:
         try:
             folder.rmdir()
-        except FileNotFoundError:
-            return
-        except OSError:
-            if time.monotonic() > until:
-                return
+        except OSError:  # it has processes
             time.sleep(0.005)
-        else:
-            return
 
 
 def _remove_orphans(parent: Path) -> None:

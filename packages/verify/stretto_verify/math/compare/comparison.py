@@ -27,7 +27,7 @@ from stretto_verify.math.compare.naming import (
     without_zeros,
 )
 from stretto_verify.math.compare.relations import as_asked, as_interval, as_range, same_relation
-from stretto_verify.math.compare.scalars import Opinion, any_of, same_scalar
+from stretto_verify.math.compare.scalars import Opinion, all_of, any_of, same_scalar
 from stretto_verify.math.parse.structure import (
     Dots,
     Letter,
@@ -140,8 +140,9 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
             as_letter = _same_words(gold, Words(answer.letter))
             if as_letter or _is_letter(gold):
                 return as_letter
-            several = isinstance(answer.content, Listing) and not answer.content.opening and not _is_several(gold)
-            return False if several else same(gold, answer.content)  # a choice (A to J) stands for one value
+            is_one = not isinstance(gold, Listing | Matrix | Union | Relation)
+            several = isinstance(answer.content, Listing) and not answer.content.opening
+            return False if is_one and several else same(gold, answer.content)  # a choice (A to J) stands for one value
         case Relation(), Relation():
             return _same_relations(gold, answer)
         case Relation(), _:
@@ -237,10 +238,6 @@ def is_product(given: Node) -> bool:
     return len(text) < 5 and text in ascii_lowercase and text != "no"
 
 
-def _is_several(gold: Node) -> bool:
-    return isinstance(gold, Listing | Matrix | Union | Relation)
-
-
 def _is_letter(gold: Node) -> bool:
     """Whether the gold answer is a choice given by its letter (A to J) alone."""
     return isinstance(gold, Scalar | Words) and len(letters(gold)) == 1 and letters(gold) in "abcdefghij"
@@ -298,13 +295,7 @@ def _same_part(gold: Node, answer: Node) -> Opinion:
 
 
 def _in_order(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
-    unknown = False
-    for one, other in zip(gold, answer, strict=True):
-        found = _same_part(one, other)
-        if found is False:
-            return False
-        unknown |= found is None
-    return None if unknown else True
+    return all_of(_same_part(one, other) for one, other in zip(gold, answer, strict=True))
 
 
 def _matched(gold: Sequence[Node], answer: Sequence[Node]) -> Opinion:
@@ -353,11 +344,8 @@ def _same_ratio(gold: Ratio, answer: Ratio) -> Opinion:
     found = _in_order(gold.parts, answer.parts)
     if found is not False or _may_be_time(gold) or _may_be_time(answer):
         return found
-    opinions: list[Opinion] = []
-    for (one, two), (three, four) in zip(pairwise(gold.parts), pairwise(answer.parts), strict=True):
-        quotient = _quotient(three, four)
-        opinions.append(False if quotient is None else _same_quotient(one, two, quotient))
-    return False if False in opinions else None if None in opinions else True
+    pairs = zip(pairwise(gold.parts), pairwise(answer.parts), strict=True)
+    return all_of([_same_quotient(*one, _quotient(*other)) for one, other in pairs])
 
 
 def _may_be_time(ratio: Ratio) -> bool:
@@ -374,9 +362,9 @@ def _quotient(above: Node, below: Node) -> Scalar | None:
     return None
 
 
-def _same_quotient(above: Node, below: Node, other: Scalar) -> Opinion:
+def _same_quotient(above: Node, below: Node, other: Scalar | None) -> Opinion:
     quotient = _quotient(above, below)
-    return False if quotient is None else same_scalar(quotient, other)
+    return False if quotient is None or other is None else same_scalar(quotient, other)
 
 
 def _same_division(ratio: Ratio, other: Scalar) -> Opinion:
@@ -389,17 +377,12 @@ def _same_division(ratio: Ratio, other: Scalar) -> Opinion:
     return other.latex == quotient.latex or rf"\frac{{{other.latex.replace('/', '}{')}}}" == quotient.latex
 
 
-def _is_interval(item: Node) -> bool:
-    return isinstance(item, Listing) and item.ordered and len(item.items) == 2
-
-
 def _same_ranges(gold: Sequence[Node], answer: Union) -> Opinion:
     """Whether inequalities such as ``x < 1 or x > 2``, or a list of intervals with endless ones, are the parts of a
     union; None if unknown, False for any other list."""
     endless = any(isinstance(item, Listing) and r"\infty" in str(item) for item in gold)  # no point has such an end
-    intervals = [
-        as_interval(item) if isinstance(item, Relation) else item if endless and _is_interval(item) else None
-        for item in gold
-    ]
-    found = [interval for interval in intervals if interval is not None]
-    return _matched(found, answer.parts) if len(found) == len(gold) else False
+    found: list[Node | None] = []
+    for item in gold:
+        is_interval = endless and isinstance(item, Listing) and item.ordered and len(item.items) == 2
+        found.append(as_interval(item) if isinstance(item, Relation) else item if is_interval else None)
+    return False if None in found else _matched([item for item in found if item is not None], answer.parts)

@@ -47,9 +47,9 @@ def same_value(one: sympy.Basic, other: sympy.Basic, renamed: Mapping[str, str] 
         other = other.xreplace({sympy.Symbol(old): sympy.Symbol(new) for old, new in renamed.items()})
     symbols = sorted({str(symbol) for side in (one, other) for symbol in side.free_symbols} - {"i"})
     try:
-        if not symbols:
-            return _same_number(one, other)
-        return _same_function(one, other, symbols)
+        if symbols:
+            return _same_function(one, other, symbols)
+        return _is_infinite(one) == _is_infinite(other) and _agree(one, other, Point())
     except Unsupported:
         return None
 
@@ -58,12 +58,6 @@ def named(expression: sympy.Basic) -> sympy.Basic:
     """The expression with each application ``f(x)`` of an unknown function replaced by a symbol of that name."""
     calls = expression.atoms(AppliedUndef) if hasattr(expression, "atoms") else ()
     return expression.xreplace({call: sympy.Symbol(str(call)) for call in calls}) if calls else expression
-
-
-def _same_number(one: sympy.Basic, other: sympy.Basic) -> bool:
-    if _is_infinite(one) != _is_infinite(other):
-        return False
-    return _agree(one, other, Point())
 
 
 def _agree(one: sympy.Basic, other: sympy.Basic, point: Point) -> bool:

@@ -153,6 +153,17 @@ def any_of(opinions: Iterable[Opinion]) -> Opinion:
     return True if True in found else None if None in found else False
 
 
+def all_of(opinions: Iterable[Opinion]) -> Opinion:
+    """Combine opinions: False if one is False (later ones are not asked for), else None (unknown) if one is None, else
+    True."""
+    unknown = False
+    for opinion in opinions:
+        if opinion is False:
+            return False
+        unknown |= opinion is None
+    return None if unknown else True
+
+
 def times(factor: sympy.Expr | int, found: sympy.Basic) -> sympy.Basic:
     """The product, unevaluated, because a power in it may be too large to compute."""
     return found if factor == 1 else sympy.Mul(factor, found, evaluate=False)

@@ -6,10 +6,13 @@ values are approximated to mpmath's working precision.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import reduce
+from itertools import chain
 from math import comb, factorial
+from operator import add, mul
 from typing import Any, Final
 
 import mpmath
@@ -58,9 +61,9 @@ def value(expression: sympy.Basic, point: Point) -> Value:
         case sympy.Symbol():
             return mpmath.mpc(0, 1) if expression.name == "i" else _known(point, expression.name)
         case sympy.Add():
-            return _fold(expression.args, point, lambda a, b: a + b)
+            return _fold([value(part, point) for part in expression.args], add)
         case sympy.Mul():
-            return _fold(expression.args, point, lambda a, b: a * b)
+            return _fold([value(part, point) for part in expression.args], mul)
         case sympy.Pow():
             return _bounded(_allowed(_power(value(expression.base, point), value(expression.exp, point)), point))
         case sympy.exp():
@@ -80,11 +83,9 @@ def _known(point: Point, name: str) -> Fraction:
     return point.values[name]
 
 
-def _fold(arguments: tuple[Any, ...], point: Point, operation: Callable[[Any, Any], Any]) -> Value:
-    first, *rest = [value(argument, point) for argument in arguments]
-    for other in rest:
-        first = _bounded(operation(*_alike(first, other)))
-    return first
+def _fold(values: Iterable[Value], operation: Callable[[Any, Any], Any]) -> Value:
+    """Sum or product of values, of which there must be one: each step is a Fraction if both sides are."""
+    return reduce(lambda one, other: _bounded(operation(*_alike(one, other))), values)
 
 
 def _series(expression: sympy.Sum | sympy.Product, point: Point) -> Value:
@@ -101,12 +102,11 @@ def _series(expression: sympy.Sum | sympy.Product, point: Point) -> Value:
         raise Unsupported("a sum of many terms")
     if any(str(bound) in symbol.name.partition("_")[2] for symbol in expression.function.free_symbols):
         raise Unsupported("an index")
-    total: Value = Fraction(int(isinstance(expression, sympy.Product)))
-    for at in range(int(first), int(last) + 1):
-        term = value(expression.function, replace(point, values={**point.values, str(bound): Fraction(at)}))
-        one, other = _alike(total, term)
-        total = _bounded(one + other if isinstance(expression, sympy.Sum) else one * other)
-    return total
+    points = (
+        replace(point, values={**point.values, str(bound): Fraction(at)}) for at in range(int(first), int(last) + 1)
+    )
+    empty, operation = (Fraction(0), add) if isinstance(expression, sympy.Sum) else (Fraction(1), mul)
+    return _fold(chain([empty], (value(expression.function, at) for at in points)), operation)
 
 
 def _power(base: Value, exponent: Value) -> Value:

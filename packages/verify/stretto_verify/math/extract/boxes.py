@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 from stretto_verify.math.extract.denials import denied
@@ -96,7 +95,9 @@ def _inner(content: str) -> str:
     """Content of a box without dollar signs (a sentence keeps them). If it is only boxes, what `boxed` finds in
     them, or ""."""
     inner = list(_boxes(content))
-    beside = "".join(content[one.end : other.start] for one, other in pairwise([Box(0, 0, ""), *inner, _end(content)]))
+    beside = content
+    for box in reversed(inner):
+        beside = beside[: box.start] + beside[box.end :]
     if inner and says_nothing(beside.replace("=", "")):
         return boxed(content) or ""
     return content.strip() if is_sentence(content) else _DOLLAR.sub("", content.strip())
@@ -105,10 +106,6 @@ def _inner(content: str) -> str:
 def is_sentence(content: str) -> bool:
     """Whether the content of a box is a sentence that states an answer: "the answer is 9"."""
     return _SENTENCE.match(content) is not None
-
-
-def _end(text: str) -> Box:
-    return Box(len(text), len(text), "")
 
 
 def _boxes(text: str) -> Iterator[Box]:

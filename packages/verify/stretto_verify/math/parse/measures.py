@@ -89,32 +89,11 @@ _SIZES: Final[Mapping[str, tuple[str, str]]] = {
     "B": ("8", "bit"),
     "bar": ("100000000", "g/m/s^2"),
 }
-_PREFIXES: Final = {
-    "": 0,
-    "T": 12,
-    "G": 9,
-    "M": 6,
-    "k": 3,
-    "d": -1,
-    "c": -2,
-    "m": -3,
-    "µ": -6,
-    "u": -6,
-    "n": -9,
-    "p": -12,
-}
-_PREFIX_WORDS: Final = {
-    "tera": "T",
-    "giga": "G",
-    "mega": "M",
-    "kilo": "k",
-    "deci": "d",
-    "centi": "c",
-    "milli": "m",
-    "micro": "µ",
-    "nano": "n",
-    "pico": "p",
-}
+_PREFIX_SYMBOLS: Final = "TGMkdcmµnp"
+#: Powers of ten of the prefixes, by symbol.
+_PREFIXES: Final = {"": 0, "u": -6} | dict(zip(_PREFIX_SYMBOLS, (12, 9, 6, 3, -1, -2, -3, -6, -9, -12), strict=True))
+_PREFIX_NAMES: Final = ("tera", "giga", "mega", "kilo", "deci", "centi", "milli", "micro", "nano", "pico")
+_PREFIX_WORDS: Final = dict(zip(_PREFIX_NAMES, _PREFIX_SYMBOLS, strict=True))
 _METRIC_SYMBOLS: Final = "m g s A K N J W C V F T H mol Hz Pa Wb eV cal Wh bar B VA Gy Bq lm lx cd"
 #: Symbols that take a prefix, and the canonical name of each.
 _METRIC: Final = {

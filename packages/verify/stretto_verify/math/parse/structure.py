@@ -108,12 +108,10 @@ Node = Scalar | Words | Letter | Dots | Listing | Relation | Union | Matrix | Ra
 def letters(given: Node | str) -> str:
     """Letters and digits of an answer in words, in lower case, for comparison; empty for other nodes than words and
     scalars."""
-    text = given if isinstance(given, str) else given.text if isinstance(given, Words) else _source(given)
+    if isinstance(given, Words | Scalar):
+        given = given.text if isinstance(given, Words) else given.latex
+    text = given if isinstance(given, str) else ""
     return re.sub(r"[^a-z0-9]", "", _COMMAND.sub("", compact(_ARTICLE.sub("", text))).lower())
-
-
-def _source(given: Node) -> str:
-    return given.latex if isinstance(given, Scalar) else ""
 
 
 _STANCE = r"yes|no|true|false"
