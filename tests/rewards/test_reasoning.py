@@ -68,6 +68,19 @@ def test_a_scorer_that_raises_decides_nothing() -> None:
     assert score(question, own(question)) == 1.0
 
 
+def test_a_generator_that_raises_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Task:
+        def __getitem__(self, place: int) -> object:
+            raise ZeroDivisionError("division by zero")
+
+    monkeypatch.setattr(reasoning, "_made", lambda *of: Task())
+    question = asked("chain_sum")
+    with pytest.raises(Undecided, match="of chain_sum cannot be made: ZeroDivisionError"):
+        score(question, own(question))
+    with pytest.raises(Undecided, match="cannot be made: ZeroDivisionError"):
+        floor_of("chain_sum", '{"min_terms": 3}')
+
+
 def test_a_score_that_is_no_number_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     class Task:
         def score_answer(self, text: str, entry: object) -> float:

@@ -147,6 +147,9 @@ def test_a_packed_pickle_runs_nothing() -> None:
         ({"fn_name": "f", "inputs": ["1"], "outputs": ["1"]}, "not lists of arguments"),
         ({"inputs": [1], "outputs": ["1"]}, "inputs is int, not a text"),
         ({"public_test_cases": "[]", "private_test_cases": "!!"}, "packed tests cannot be read"),
+        ({"public_test_cases": "[" * 100_000}, "packed tests cannot be read"),
+        # the pickle of a dictionary with a list as its key
+        ({"public_test_cases": base64.b64encode(zlib.compress(b"}]K\x01s.")).decode()}, "packed tests cannot be read"),
         *[(HUMANEVAL | {"test": "x = 1"}, "defines no function check"), (HUMANEVAL | {"test": "def f(:"}, "no Python")],
         (
             HUMANEVAL | {"test": "def check(candidate):\n  for i in range(3): assert candidate(i) == i"},
@@ -160,6 +163,9 @@ def test_a_packed_pickle_runs_nothing() -> None:
         ({"test_list": ["assert not f(1)"]}, "no comparison of a call with a literal"),
         ({"test_list": ["assert abs(f(1) - 'a') < 1"]}, "no comparison of a call with a literal"),
         ({"test_list": ["assert abs(f(1) - 2) < eps"]}, "no comparison of a call with a literal"),
+        ({"test_list": ["assert angle_complex(0, 1j) == 1.57"]}, "no comparison of a call with a literal"),
+        ({"test_list": ["assert f(1) == ..."]}, "no comparison of a call with a literal"),
+        ({"test_list": None}, "test_list is NoneType, not a list"),
         ({"test_list": ["f(1)"]}, "not of the form"),
         ({"test_list": ["assert f(1) == 2"], "test_imports": [3]}, "test_imports is list, not a text"),
         ({"test_list": ["assert f(1) == 2"], "test_imports": ["import"]}, "test_imports is no Python: invalid syntax"),

@@ -107,8 +107,10 @@ def _mbpp(row: Mapping[str, Any]) -> ProgramTests:
             compile(text, place, "exec", dont_inherit=True)
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise BadTests(f"{place} is no Python: {error}") from None
+    if not isinstance(asserts := row["test_list"], list | tuple):
+        raise BadTests(f"test_list is {type(asserts).__name__}, not a list")
     return ProgramTests(
-        calls=tuple([call_of_assert(_text(line, "test_list")) for line in row["test_list"]]),
+        calls=tuple([call_of_assert(_text(line, "test_list")) for line in asserts]),
         prelude=texts["test_imports"],
         setup=texts["test_setup_code"],
     )
@@ -204,7 +206,7 @@ def _unpacked(given: Any) -> Iterable[object]:
     if isinstance(given, str):
         try:
             given = json.loads(given)
-        except ValueError:
+        except (ValueError, RecursionError):
             given = _json(_unpickled_text(given))
     if not isinstance(given, list):
         raise BadTests("public and private test cases are no lists")
@@ -218,7 +220,7 @@ def _unpickled_text(packed: str) -> str:
         if unpacker.unconsumed_tail:
             raise BadTests(f"packed tests of more than {_LARGEST_PACKED:,} bytes")
         text = _TextsOnly(io.BytesIO(content)).load()
-    except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, IndexError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, zlib.error, pickle.UnpicklingError, EOFError, LookupError, AttributeError) as error:
         raise BadTests(f"packed tests cannot be read ({error})") from None
     return _text(text, "packed tests")
 

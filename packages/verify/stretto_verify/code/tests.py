@@ -122,14 +122,15 @@ def _call(
 ) -> CallTest:
     if not isinstance(call.func, ast.Name) or call.keywords or (names and call.func.id not in names):
         raise _strange(statement)
-    arguments = [plain(_value(argument, statement)) for argument in call.args]
+    arguments = [_value(argument, statement) for argument in call.args]
     name = names.get(call.func.id, call.func.id)
-    return CallTest(call=name, args=tuple(arguments), accepted=(plain(wanted),), within=within)
+    return CallTest(call=name, args=tuple(arguments), accepted=(wanted,), within=within)
 
 
 def _value(node: ast.expr, statement: ast.Assert) -> Any:
+    """Value of a literal, in the form of `plain`; BadTests for anything else, such as ``1j`` or a name."""
     try:
-        return ast.literal_eval(node)
+        return plain(ast.literal_eval(node))
     except (ValueError, TypeError, RecursionError, MemoryError):
         raise _strange(statement) from None
 
