@@ -24,8 +24,8 @@ def first_notes(recipe: Recipe, questions: Questions, tokenizer: Tokenizer) -> l
 
 def last_notes(recipe: Recipe, questions: Questions, sets: Sequence[Question], *, tried: bool) -> list[str]:
     """Return warnings, if any, about digits, schedule, experts, repeated rows and the reward. `sets`: questions of
-    ``[[evaluation.sets]]``. `tried`: the reward was tried when the run began, so it is not tried again. Raises as
-    `try_reward`."""
+    ``[[evaluation.sets]]``. `tried`: the reward was tried when the run began, so it is not tried again. Otherwise
+    RewardFunctionError is raised if it cannot be used (see `try_reward`)."""
     return [
         *strange_digits(questions),
         *schedule_notes(recipe),
@@ -99,8 +99,8 @@ def _warning(pairs: Sequence[tuple[Question, Question]], what: str) -> list[str]
 
 
 def strange_digits(questions: Questions) -> list[str]:
-    """Return a warning if gold answers have digits such as ``１２`` (full width): no completion in plain digits equals
-    them."""
+    """Return one warning if gold answers have digits such as ``１２`` (full width), which no completion in plain digits
+    equals; else an empty list."""
     found = [(row, strange) for row in (*questions.training, *questions.held_out) if (strange := _strange(row))]
     if not found:
         return []

@@ -116,7 +116,7 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def gold_piece(answer: str) -> FinalAnswer:
-    """Extract the final answer from a gold answer.
+    """Extract the final answer from a gold answer; all of it, if none is found in it.
 
     Raises:
         Undecided: there is none, or it exceeds the limits.
@@ -134,8 +134,8 @@ def gold_piece(answer: str) -> FinalAnswer:
 
 
 def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
-    """Whether two final answers are equal: compared strictly, else by math-verify; Undecided if neither can. False also
-    if `given` only repeats an equation of the question, `prompt`."""
+    """Whether two final answers are equal: compared strictly, else by math-verify; Undecided if neither can, or if
+    `given` exceeds the limits. False also if `given` only repeats an equation of the question, `prompt`."""
     check_piece(given.text)
     given = _with_point(given, gold)
     if is_open(gold.text) != is_open(given.text) or _differ_in_modulus(gold.text, given.text):

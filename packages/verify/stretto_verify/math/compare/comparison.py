@@ -62,7 +62,7 @@ class Time:
 
 def same_time(gold: Node, answer: Node) -> bool | None:
     """Whether two times of day are the same. If AM or PM is unknown on one side, the times may differ by twelve hours.
-    None if one is no time, or neither is written with AM or PM."""
+    None if one is no time, or neither is in words: with AM or PM, "o'clock", "noon"."""
     one, other = _time(gold), _time(answer)
     if one is None or other is None or not (isinstance(gold, Words) or isinstance(answer, Words)):
         return None
@@ -349,7 +349,7 @@ def _same_ratio(gold: Ratio, answer: Ratio) -> Opinion:
 
 
 def _may_be_time(ratio: Ratio) -> bool:
-    """Whether a ratio may be a time: two digits after each colon, as in ``12:30``, ``1:02:59``."""
+    """Whether a ratio may be a time: two digits below 60 after each colon, as in ``12:30``, ``1:02:59``."""
     behind = [part.latex for part in ratio.parts[1:] if isinstance(part, Scalar)]
     return len(behind) == len(ratio.parts) - 1 and all(
         len(digits) == 2 and digits.isdigit() and int(digits) < 60 for digits in behind

@@ -142,8 +142,8 @@ def _difference(left: Node, right: Node) -> sympy.Basic | None:
 
 
 def as_asked(gold: Relation) -> Node | None:
-    """Another form that is accepted for a gold relation: the named value, or the interval of an inequality; None if
-    there is none."""
+    """Another form that is accepted for a gold relation: the value that it names or computes, or the interval of an
+    inequality; None if there is none."""
     if is_naming(gold):
         first, last = gold.sides[0], gold.sides[-1]
         if name(first) is not None:
