@@ -40,7 +40,7 @@ def offer(
     it is removed. `host`: address at which the run reaches this machine; None: that of its connection to the run.
 
     Raises:
-        RecipeError: the address or the token is missing or invalid.
+        RecipeError: the address or the token is missing or invalid, or the run of the folder takes no machines.
     """
     given = os.environ.pop(TOKEN, None)  # removed, because roles of this machine would inherit it
     if Path(join).is_dir():

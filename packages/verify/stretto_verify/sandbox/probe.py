@@ -29,7 +29,8 @@ _DAEMON_SECONDS = 0.5  # the attack's daemon needs 0.3 s to leave its mark
 
 
 class Finding(Record, frozen=True):
-    """Result of one attack on one rung. `seen`: the end of the program's output, and how it ended."""
+    """Result of one attack on one rung: its name, whether the walls `stopped` it, and in `seen` the end of the
+    program's output and how it ended."""
 
     attack: str
     stopped: bool

@@ -135,8 +135,8 @@ class _Streams:
 
 
 class Sandbox:
-    """Runs one program at a time (context manager). With warm walls one guest process runs all programs; otherwise each
-    program gets a new one.
+    """Runs one program at a time (context manager). If `walls` and `config` are warm, one guest process runs all
+    programs; otherwise each program gets a new one.
 
     Start it in a thread that lives as long as the sandbox, because bubblewrap ends with the thread that started it.
 

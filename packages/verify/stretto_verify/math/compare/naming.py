@@ -134,7 +134,7 @@ def _is_constant(side: Node) -> bool:
 
 
 def _is_asked(side: Node) -> bool:
-    """Whether a side denotes a quantity that a question may ask for."""
+    """Whether a side denotes a quantity that a question may ask for: ``f(2)``, ``AB``, "the area", but not ``2x``."""
     match side:
         case Words(text=text):
             return _is_title(text)
