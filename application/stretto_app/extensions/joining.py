@@ -13,8 +13,8 @@ from stretto_cluster.placing import NO_RAY, PlaceAgents, RayPlacerSpec, has_ray,
 
 
 def check_cluster(recipe: Recipe) -> None:
-    """Check that the machines which the run needs can join as the recipe says: Ray, addresses, certificates and
-    `cluster.trusted_network`. Nothing is checked of a run on one machine.
+    """Check that the machines which the run needs can join as the recipe says: Ray, the address to listen on, the
+    certificates and `cluster.trusted_network`.
 
     Raises:
         RecipeError: they cannot; lists every reason.

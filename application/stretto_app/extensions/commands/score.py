@@ -220,25 +220,19 @@ class _Judges:
 
     def __init__(self, config: SandboxConfig, walls: Walls, report: Report) -> None:
         self._config, self._walls, self._report = config, walls, report
-        self._own = threading.local()
-        self._all: list[CodeReward] = []
+        self._judges: dict[int, CodeReward] = {}  # by thread
 
     def score(self, completion: str, tests: ProgramTests) -> Scored:
-        start = time.monotonic()
+        start, thread = time.monotonic(), threading.get_ident()
+        if thread not in self._judges:
+            self._judges[thread] = CodeReward(self._config, self._walls, self._report)
         try:
-            judgement = self._judge().judge(completion, tests)
+            judgement = self._judges[thread].judge(completion, tests)
             verdict = "undecided" if judgement.unknown else "right" if judgement.right else "wrong"
         except SandboxFailed as failure:
             judgement, verdict = Judgement(0, tests.count, str(failure)), "undecided"
         return Scored(verdict, judgement, time.monotonic() - start)
 
     def close(self) -> None:
-        for judge in self._all:
+        for judge in self._judges.values():
             judge.close()
-
-    def _judge(self) -> CodeReward:
-        if not hasattr(self._own, "judge"):
-            self._own.judge = CodeReward(self._config, self._walls, self._report)
-            self._all.append(self._own.judge)
-        judge: CodeReward = self._own.judge
-        return judge
