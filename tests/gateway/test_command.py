@@ -115,6 +115,7 @@ def test_the_turns_of_a_server_of_another_make_are_on_record_as_it_sampled_them(
         *[({"overrides": ["engine.slot=1"]}, "slots"), ({"overrides": ["engine.kind=vllm"]}, "engine.python: missing")],
         *[({"overrides": ["engine.port=1"]}, "engine.port"), ({"overrides": ["engine.base_port=1"]}, "give --port")],
         ({"overrides": ["trainer.steps=1"]}, "is no setting here"),
+        ({"folder": Path(__file__) / "sessions"}, "cannot be made: Not a directory"),
     ],
 )
 def test_mistakes_are_told_before_the_model_is_loaded(

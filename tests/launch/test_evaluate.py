@@ -84,6 +84,7 @@ def test_a_recipe_whose_engines_run_elsewhere_is_evaluated_here_while_its_run_ha
             Path("nowhere/rows.jsonl"),
             "--rows: nowhere/rows.jsonl: its folder does not exist",
         ),
+        (DataChoice(("rows.csv",)), Path(), "--rows: .: is a folder"),
         (DataChoice(("rows.jsonl",)), None, "--data: task.sources.0.prompt_feld: unknown key; did you mean"),
         (DataChoice(("rows.csv", "rows.csv")), None, "two sources are called 'rows'"),
     ],

@@ -137,8 +137,9 @@ def evaluate(
         SystemExit: a signal stopped the evaluation.
     """
     asked = asked or Asked()
-    if asked.rows is not None and not os.path.isdir(asked.rows.absolute().parent):
-        raise RecipeError([Problem("--rows", f"{asked.rows}: its folder does not exist", "give a file in a folder")])
+    if asked.rows is not None and (asked.rows.is_dir() or not os.path.isdir(asked.rows.absolute().parent)):
+        found = "is a folder" if asked.rows.is_dir() else "its folder does not exist"
+        raise RecipeError([Problem("--rows", f"{asked.rows}: {found}", "give a file in a folder")])
     recipe = _recipe(model, task, overrides, asked.samples)
     check_data_files(_files(task))
     plan = make_plan(recipe)

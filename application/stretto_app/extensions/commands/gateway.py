@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from stretto.core.errors import EngineLost
+from stretto.core.errors import EngineLost, Problem, RunFolderError
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Completion, GenerateRequest, Segment
 from stretto.engine.config import EngineConfig, capabilities_of
@@ -167,7 +167,11 @@ def gateway(
     check_of_servers("check_servers", recipe, base, tokenizer, probe)
     bound = bind(host, port, "--port")
     check_reach(bound, api_key, "--host")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        found = f"cannot be made: {error.strerror}"
+        raise RunFolderError([Problem(f"--folder {folder}", found, "give another folder")]) from None
     lock.acquire(folder)  # for as long as the process lives
     allow_many_connections()
     say(f"{served.name}: context {context:,}, sessions recorded in {folder}")
