@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from stretto.core.forest import Tokens
-from stretto.core.records import Verdict
+from stretto.core.records import Prompt, Verdict
 from stretto.engine.http.lifecycle import bind
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
@@ -85,6 +85,12 @@ class RunGateway:
         session of a trajectory, by its id, the token ids of its prompt, and its seed. `score` judges a completion, and
         `verdict` turns an agent's own reward into a verdict."""
         details = self._plan.details
+
+        def task(prompt: Prompt, member: int, seed: int) -> dict[str, Any]:
+            made: dict[str, Any] = msgspec.to_builtins(task_of(details, prompt, member, seed))
+            del made["group_seed"]  # agents do not get it
+            return made
+
         services = AgentServices(
             table=self._table,
             model=self._model,
@@ -93,19 +99,11 @@ class RunGateway:
             score=score,
             verdict=verdict,
             decode=self._plan.tokenizer.decode,
-            task=lambda prompt, member, seed: _without_group(
-                msgspec.to_builtins(task_of(details, prompt, member, seed))
-            ),
+            task=task,
         )
         groups = AgentGroups(self._config, services, open_session, self._host)
         self._groups.append(groups)
         return groups
-
-
-def _without_group(task: dict[str, Any]) -> dict[str, Any]:
-    """Remove the seed of the group, which agents do not get, from the `task`, and return it."""
-    del task["group_seed"]
-    return task
 
 
 def check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:

@@ -54,9 +54,6 @@ class ProgramTests(Record, frozen=True):
         return len(self.stdin) + len(self.calls)
 
 
-_CANDIDATE = "candidate"
-
-
 class BadTests(Undecided):
     """The tests cannot be read, so no completion can be judged by them."""
 
@@ -73,11 +70,14 @@ def calls_of_check(source: str, entry_point: str) -> Iterator[CallTest]:
     if not checks:
         raise BadTests("'test' defines no function check(candidate)")
     for statement in checks[-1].body:
-        if isinstance(statement, ast.Assert):
-            if (test := _test(statement, {_CANDIDATE: entry_point})) is not None:
-                yield test
-        elif not isinstance(statement, ast.Pass) and not _is_constant(statement):
-            raise BadTests(f"'test' does more than to assert: {ast.unparse(statement)[:80]}")
+        match statement:
+            case ast.Assert():
+                if (test := _test(statement, {"candidate": entry_point})) is not None:
+                    yield test
+            case ast.Pass() | ast.Expr(value=ast.Constant()):  # a docstring
+                continue
+            case _:
+                raise BadTests(f"'test' does more than to assert: {ast.unparse(statement)[:80]}")
 
 
 def call_of_assert(line: str) -> CallTest:
@@ -145,10 +145,6 @@ def _number(node: ast.expr, statement: ast.Assert) -> float:
 def _strange(statement: ast.Assert) -> BadTests:
     shown = ast.unparse(statement)[:80]
     return BadTests(f"an assert that is no comparison of a call with a literal: {shown}")
-
-
-def _is_constant(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 def _parsed(source: str) -> ast.Module:

@@ -58,7 +58,10 @@ class ProgramGroup:
                 folder.mkdir()
                 group._folders.append(folder)
                 limits = {"memory": memory, "swap": 0, "processes": processes}
-                _set_limits(folder, {file: limits[limit] for file, limit in hierarchy.files.items()})
+                for file, limit in hierarchy.files.items():
+                    if file not in _OPTIONAL or (folder / file).exists():
+                        with open(folder / file, "r+") as setting:
+                            setting.write(str(limits[limit]))
         except OSError:
             group.close()
             raise
@@ -131,13 +134,6 @@ def _below(mount: Path, path: str) -> Path:
     outside that is not visible: then the `mount` folder."""
     inside = mount / path.lstrip("/")
     return inside if inside.is_dir() else mount
-
-
-def _set_limits(folder: Path, limits: Mapping[str, int]) -> None:
-    for file, limit in limits.items():
-        if file not in _OPTIONAL or (folder / file).exists():
-            with open(folder / file, "r+") as setting:
-                setting.write(str(limit))
 
 
 def _remove(folder: Path) -> None:

@@ -128,15 +128,11 @@ def try_attack(sandbox: Sandbox, attack: Attack, baits: Baits) -> Finding:
     """
     ended = sandbox.run({"source": baits.lay(attack.program)}, b"", attack.seconds)
     if "$MARK" in attack.program and "fork" in attack.program:
-        _await_mark(baits.mark)
+        until = time.monotonic() + _DAEMON_SECONDS
+        while time.monotonic() < until and not baits.mark.exists():
+            time.sleep(0.02)
     through = THROUGH in ended.output or baits.mark.exists()
     return Finding(attack=attack.name, stopped=not through, seen=_seen(ended))
-
-
-def _await_mark(mark: Path) -> None:
-    until = time.monotonic() + _DAEMON_SECONDS
-    while time.monotonic() < until and not mark.exists():
-        time.sleep(0.02)
 
 
 def _seen(ended: ProgramEnd) -> str:
