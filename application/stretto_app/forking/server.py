@@ -205,7 +205,7 @@ class ForkServer:
         raise DeadlineExceeded("conductor", "the fork server to take an order", _STALL_SECONDS)  # others found it hang
 
     async def _reply(self, wire: socket.socket) -> Spawned | NotSpawned | Exited:
-        """Wait for the first message about a child and return it.
+        """Wait for the first message about a child, on its `wire`, and return it.
 
         Raises:
             ConnectionError: the server has ended.

@@ -214,7 +214,8 @@ def _with_point(given: FinalAnswer, gold: FinalAnswer) -> FinalAnswer:
 
 
 def _is_written_back(gold: Node | None, given: FinalAnswer, found: Node | None, prompt: str) -> bool:
-    """Whether the answer only repeats an unsolved equation or an inequality of the question."""
+    """Whether the answer `given` only repeats an unsolved equation or an inequality of the question, `prompt`. `gold`
+    and `found`: both answers, parsed; None: they cannot be."""
     relations = [one for one in (found.items if isinstance(found, Listing) else (found,)) if isinstance(one, Relation)]
     if not relations or compact(spelled(given.text)) not in _asked(prompt):
         return False

@@ -48,7 +48,8 @@ def perform() -> int:
 
 def _concluded(work: Callable[[], object], name: str) -> int:
     """Call `work` as an interpreter runs a script, and end in the same way: join threads, run exit functions, flush,
-    clear the module's names (so that open files are closed), and flush again. Return the exit status."""
+    clear the names of the program's module, `name` (so that open files are closed), and flush again. Return the exit
+    status; no exception leaves it."""
     _reopen(name)
     status = 0
     try:
@@ -130,8 +131,9 @@ def _reopen(name: str) -> None:
 
 
 def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run the program between its `before` and `after` parts, in one module; return the module's names. Each part is
-    compiled separately, so that ``from __future__`` imports work in the program's first line."""
+    """Run the program of a task (see `perform`) between its `before` and `after` parts, in one module called `name`;
+    return the module's names. Each part is compiled separately, so that ``from __future__`` imports work in the
+    program's first line."""
     module = type(sys)(name)
     sys.modules[name] = module
     for part, file in (("before", "before.py"), ("source", "program.py"), ("after", "after.py")):
@@ -141,7 +143,8 @@ def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: int) -> None:
-    """Make all calls; write a line for each to the descriptor `results`: ``{"value": ...}`` or ``{"error": ...}``."""
+    """Make all `calls` (see `perform`) of functions in `namespace`; write a line for each to the descriptor `results`:
+    ``{"value": ...}``, or ``{"error": ...}`` if it raises."""
     for call in calls:
         try:
             function = _found(namespace, call["name"])

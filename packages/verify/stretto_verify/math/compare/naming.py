@@ -104,7 +104,7 @@ def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:
     """Whether a side of an equation is the computation of `value`, as in ``2 + 3 = 5``; False for ``2 + 2 = 5``.
 
     False for a side with a variable. True if `same`, which compares two sides, cannot decide, if the units differ, and
-    for every congruence (`sign`). Of a list without order one member is enough.
+    for every congruence (`sign` is ``\\equiv``). Of a list without order one member is enough.
     """
     if not _is_constant(side):
         return False

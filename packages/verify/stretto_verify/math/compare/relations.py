@@ -111,8 +111,8 @@ def _is_called(function: str, letter: str) -> bool:
 
 
 def _steps(relation: Relation) -> list[Step] | None:
-    """Each comparison of a chain ``a < b >= c`` as a sign and the difference of its sides (larger minus smaller); None
-    if a side is no scalar."""
+    """Each comparison of a chain ``a < b >= c`` as a sign, in which > becomes <, and the difference of its sides
+    (larger minus smaller); None if a side is no scalar or cannot be read."""
     steps: list[Step] = []
     for (left, right), sign in zip(pairwise(relation.sides), relation.signs, strict=True):
         low, high = (right, left) if sign in _FLIPPED else (left, right)
