@@ -147,7 +147,7 @@ def name_lines(module: ModuleType) -> None:
 
 
 def _place(stacklevel: int) -> str:
-    """``FILE:LINE`` of a caller of this function: 1 for its caller, 2 for the caller's."""
+    """``FILE:LINE`` of a caller of this function. `stacklevel` 1: its caller; 2: the caller's caller."""
     frame = sys._getframe(stacklevel)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 

@@ -59,7 +59,7 @@ class StudyResult(Record, frozen=True):
 
 
 def summarise(study: Study, progress: StudyProgress) -> StudyResult:
-    """Compute the result of a study from its finished runs, on record with this machine and its library versions."""
+    """Compute the result of a study from its finished runs. The result names this machine and its library versions."""
     finished = list(progress.finished.values())
     clock = min((run.seconds for run in finished), default=None)
     recipe = study.cells[0].runs[0].recipe

@@ -252,7 +252,7 @@ def _raised(name: str, power: int) -> str:
 
 
 def _factors(unit: str) -> Counter[str]:
-    """Powers of the factors of a canonical unit."""
+    """Powers of the factors of a canonical unit, by name; negative below a slash."""
     powers = Counter[str]()
     for place, part in enumerate(unit.split("/")):
         for factor in part.split("*"):

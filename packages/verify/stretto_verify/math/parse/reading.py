@@ -106,7 +106,8 @@ def read(piece: str) -> Node:
 
 
 def node(text: str) -> Node:
-    """Parse a text in canonical spelling (see `spelling.spelled`). Raises LeftOver or Unreadable, as `read`."""
+    """Parse a text in canonical spelling (see `spelling.spelled`). Raises Unreadable for an unknown form, and LeftOver
+    where a part outside the structure could be an answer too."""
     text = _outer(_INTRODUCED.sub("", text))
     if not text:
         raise Unreadable("nothing")
