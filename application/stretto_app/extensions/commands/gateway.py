@@ -170,6 +170,7 @@ def gateway(
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        bound.close()
         found = f"cannot be made: {error.strerror}"
         raise RunFolderError([Problem(f"--folder {folder}", found, "give another folder")]) from None
     lock.acquire(folder)  # for as long as the process lives
