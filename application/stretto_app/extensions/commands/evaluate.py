@@ -138,8 +138,8 @@ def evaluate(
     """
     asked = asked or Asked()
     if asked.rows is not None and (asked.rows.is_dir() or not os.path.isdir(asked.rows.absolute().parent)):
-        found = "is a folder" if asked.rows.is_dir() else "its folder does not exist"
-        raise RecipeError([Problem("--rows", f"{asked.rows}: {found}", "give a file in a folder")])
+        fault = "is a folder" if asked.rows.is_dir() else "its folder does not exist"
+        raise RecipeError([Problem("--rows", f"{asked.rows}: {fault}", "give a file in a folder")])
     recipe = _recipe(model, task, overrides, asked.samples)
     check_data_files(_files(task))
     plan = make_plan(recipe)
