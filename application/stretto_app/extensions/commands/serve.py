@@ -88,11 +88,7 @@ def say_aloud(text: str) -> None:
 
 
 def check_key(api_key: str | None) -> None:
-    """Check that an HTTP header can hold the key; None is allowed.
-
-    Raises:
-        RecipeError: it has other characters.
-    """
+    """Raise RecipeError if an HTTP header cannot hold the key; None is allowed."""
     if api_key is not None and not _KEY.fullmatch(api_key):
         raise RecipeError(
             [Problem("--api-key", "cannot be sent", "letters, digits and signs of ASCII, without spaces")]

@@ -21,11 +21,7 @@ from stretto.weights.config import WeightsConfig
 
 
 def refuse_old(out: Path) -> None:
-    """Check that the output folder of a command does not exist.
-
-    Raises:
-        RunFolderError: it exists.
-    """
+    """Raise RunFolderError if the output folder of a command exists."""
     if out.exists():
         raise RunFolderError([Problem(str(out), "exists already", "give a new folder")])
 

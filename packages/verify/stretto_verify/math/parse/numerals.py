@@ -138,6 +138,5 @@ def _whole(parts: list[str]) -> int | None:
             total, group, largest, before = total + group * _LARGE[word], 0, _LARGE[word], "large"
         else:
             return None
-    return (
-        total + group if before in ("digit", "ten", "hundred", "large") and parts != ["a"] and parts != ["an"] else None
-    )
+    is_whole = before in ("digit", "ten", "hundred", "large") and parts not in (["a"], ["an"])
+    return total + group if is_whole else None
