@@ -42,17 +42,18 @@ _READING = "stretto_report.reading"
 
 
 class Order(Record, frozen=True):
-    """Work for a process of its own."""
+    """Work that a `RunProcess` sends to its process (by pickle), which calls `carry_out`."""
 
     def carry_out(self, folder: Path, say: Callable[[str], None], spawner: Spawner) -> object:
-        """Do the work; returns its result for the caller. `folder`: temporary; `say`: sends the caller a message
-        before."""
+        """Do the work; the result, or a raised StrettoError or OSError, becomes the last message to the caller.
+        `folder`: empty, deleted afterwards. `say`: sends the caller a message before that. `spawner`: starts roles."""
         raise NotImplementedError
 
 
 class TrainOrder(Order, frozen=True):
-    """Order to train. `recipe`: TOML text. `run_dir`: the run folder; None: a new folder ``runs/NAME-DATE``, with
-    `name`. `resume`: continue the run in `run_dir`."""
+    """Order to train. `recipe`: TOML text. `name`: of the recipe file, without ``.toml``. `run_dir`: the run folder;
+    None: a new folder ``runs/NAME-DATE``. `resume`: continue the run in `run_dir`. The process says the path of the run
+    folder once all is checked, and replies with the result of the training at the end."""
 
     recipe: str
     name: str
@@ -102,7 +103,7 @@ class RunProcess:
         return self._process.pid
 
     def heard(self, seconds: float) -> bool:
-        """Whether the process sends a message, or ends, within `seconds`."""
+        """Wait until the process has sent a message or has ended; False if `seconds` pass before."""
         return self._near.poll(seconds)
 
     def reply(self) -> Any:
@@ -124,7 +125,8 @@ class RunProcess:
         return said
 
     def close(self) -> None:
-        """Wait for the end of the process after its last message; after 30 seconds it is killed."""
+        """Close the pipe, and wait for the end of the process; after 30 seconds it is killed. Call it after the last
+        message has been read."""
         self._near.close()
         if not self._ended_within(_KILL_SECONDS):
             self._process.kill()
@@ -188,9 +190,9 @@ class Run:
     """
 
     def __init__(self, folder: RunFolder, process: RunProcess | None = None, patience: float = 0.0) -> None:
-        """Open a run's folder. `process`: writes the folder; None: the run was started elsewhere. `patience`: seconds
-        that `stop` waits before it requests an immediate stop. With a process, the run is stopped at the end of the
-        program."""
+        """Take a run's folder, which exists. `process`: writes the folder; None: the run was started elsewhere.
+        `patience`: seconds that `stop` waits before it requests an immediate stop. With a process, the run is stopped
+        at the end of the program."""
         self._folder = folder
         self._process = process
         self._patience = patience
@@ -205,6 +207,7 @@ class Run:
 
         Raises:
             UserError: the recipe, the data or the folder has a mistake.
+            StrettoError, OSError: any other error that the process reports; RoleDied if it ended without a report.
         """
         try:
             folder = process.reply()
@@ -225,12 +228,14 @@ class Run:
 
     @property
     def state(self) -> str:
-        """``running``, ``finished``, ``stopped`` by a signal, or ``dead`` (killed, or ended by an error)."""
+        """``running``, ``finished``, ``stopped`` by a signal, or ``dead`` (killed, or ended by an error). Raises
+        StoreError if the ledger or the log cannot be read."""
         return "running" if self.running else condition(self.folder).state
 
     @property
     def metrics(self) -> list[StepMetrics]:
-        """Measurements of all training steps so far (docs/reference/metrics.md)."""
+        """Measurements of all training steps so far (docs/reference/metrics.md). Raises StoreError if a line of
+        ``metrics.jsonl`` cannot be read."""
         return read_metrics(self._folder.metrics)[0]
 
     @property
@@ -245,13 +250,15 @@ class Run:
         return evaluations[-1].accuracy if evaluations else None
 
     def summary(self) -> Inspection:
-        """Summarise the run in numbers, as ``stretto inspect`` does. Raises StoreError if its ledger cannot be read."""
+        """Summarise the run in numbers, as ``stretto inspect`` does. Raises StoreError if its ledger cannot be read,
+        RecipeError if the package stretto-report is not installed."""
         found: Inspection = from_package(f"{_READING}.inspection:inspect_run", "Run.summary")(self.folder)
         return found
 
     def trajectories(self) -> Iterator[dict[str, Any]]:
         """Iterate over all trajectories issued so far, each as a dict: prompt, tokens, log-probabilities, versions,
-        reward, state, and more. Raises StoreError, during the iteration, if the ledger cannot be read."""
+        reward, state, and more. Raises RecipeError if the package stretto-report is not installed, and StoreError,
+        during the iteration, if the ledger cannot be read."""
         read = from_package(f"{_READING}.export:read_trajectories", "Run.trajectories")
         return (msgspec.structs.asdict(trajectory) for trajectory in read(self.folder))
 
@@ -376,8 +383,8 @@ def train(
         reward: judges the completions (docs/how_to/rewards.md): a function, synchronous or not, that another process
             can import; the name of a built-in reward; or a list of these, whose rewards are added. Default: the
             recipe's.
-        on_step: called with each training step; `train` then returns only when the run has ended. An exception in it
-            stops the run.
+        on_step: called with each training step, its result is ignored; `train` then returns only when the run has
+            ended, and raises its error. An exception in it stops the run and is raised.
         run_dir: folder of the run; default: ``runs/RECIPE-DATE``.
         resume: continue a run that was stopped or killed.
         overrides: values that replace those of the recipe: ``trainer={"steps": 100}``, or
@@ -414,6 +421,8 @@ def train(
 
 
 def recipe_of(recipe: str | Path | Recipe | Mapping[str, Any], overrides: dict[str, Any]) -> Recipe:
+    """Load the recipe (a TOML file, a `Recipe`, or a dict of its sections), apply `overrides` (as those of `train`) and
+    validate it. Raises RecipeError if it is none of these or has mistakes."""
     from stretto.launch.recipe.overrides import as_parsed
     from stretto.launch.recipe.recipe import Recipe, load_recipe, override, validate
 
@@ -430,8 +439,8 @@ def recipe_of(recipe: str | Path | Recipe | Mapping[str, Any], overrides: dict[s
 
 
 def overrides_of(reward: object) -> dict[str, Any]:
-    """Convert the argument `reward` to overrides of the recipe; empty for None. Raises RecipeError if it is neither a
-    function, a name nor a list of them."""
+    """Convert the argument `reward` of `train` to an override of the recipe: ``rewards.function``, or for a list
+    ``rewards.functions``; empty for None. Raises RecipeError if it is neither a function, a name nor a list of them."""
     if reward is None:
         return {}
     if isinstance(reward, list | tuple) and reward and all(callable(one) or isinstance(one, str) for one in reward):
@@ -450,4 +459,5 @@ def _check(*, on_step: object, run_dir: object) -> None:
 
 
 def unfit(argument: str, value: object, allowed: str) -> RecipeError:
+    """Make the error for an argument of a wrong type. `allowed`: what to give instead, as "the path of a folder"."""
     return RecipeError([Problem(argument, f"{value!r:.80} is of the type {type(value).__name__}", f"give {allowed}")])

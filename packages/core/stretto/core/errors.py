@@ -24,7 +24,7 @@
     │   ├── TornPublication      weights whose size or checksum does not fit
     │   ├── RefusedRequest       a request the engine will not serve; names the field
     │   └── HandshakeRefused     a peer that did not prove the shared key, or did not admit this process
-    │       └── HandshakeBroken  a peer that closed the connection without a reply, or uses another protocol
+    │       └── HandshakeBroken  a peer that closed the connection before it admitted or refused this process
     ├── StoreError               the run folder's contents contradict themselves
     ├── CallInterrupted          a call that was interrupted and must not be repeated
     ├── OutOfMemory              a device had no room for a step
@@ -126,7 +126,8 @@ class DataError(UserError):
 
 
 class Mistakes:
-    """Collects errors of one class from several blocks (``with mistakes:``), to report them together."""
+    """Collects errors of one class from several blocks (``with mistakes:``); `done` raises them together. The error
+    ends its block, and the program goes on after it."""
 
     def __init__(self, kind: type[UserError] = DataError) -> None:
         """Collect nothing yet. `kind`: class of the errors that are collected; others are raised."""
@@ -210,7 +211,9 @@ class RoleError(StrettoError):
 
 
 class RoleDied(RoleError):
-    """A process of the run ended without being asked to. Also raised if one cannot be started.
+    """A process of the run ended without being asked to, or cannot be started. `role`: its name; `how` it ended, as
+    "was killed by SIGKILL"; `log`: path of its log, "" if it has none.
+
     Example::
 
         try:
@@ -255,7 +258,8 @@ class CheckpointLost(RoleError):
 
 
 class EngineLost(RoleError):
-    """An engine cannot be reached, or broke off a completion; its requests go to another engine."""
+    """An engine cannot be reached, or broke off a completion; its requests go to another engine. `engine`: its name;
+    `how`: what it did, as "closed its connection"."""
 
     def __init__(self, engine: str, how: str) -> None:
         self.engine, self.how = engine, how
@@ -297,7 +301,7 @@ class SourceLost(RoleError):
 
 
 class DeadlineExceeded(RoleError):
-    """A wait ran past its deadline."""
+    """A wait ran past its deadline: `owner` (a role) waited `seconds` for `awaited`, such as "engine-0 to start"."""
 
     def __init__(self, owner: str, awaited: str, seconds: float) -> None:
         self.owner, self.awaited, self.seconds = owner, awaited, seconds
@@ -346,7 +350,7 @@ class RefusedRequest(WireError):
 
 
 class HandshakeRefused(WireError):
-    """The peer did not prove the shared key, or did not admit this process."""
+    """The peer did not prove the shared key, did not admit this process, or uses another protocol."""
 
     def __init__(self, peer: str, how: str) -> None:
         self.peer, self.how = peer, how
@@ -372,7 +376,8 @@ class StoreError(StrettoError):
 
 
 class CallInterrupted(StrettoError):
-    """A session's call had started when its process ended: it may have taken effect, so it must not be repeated."""
+    """A session's call had started when its process ended: it may have taken effect, so it must not be repeated.
+    `session`: id of the session; `asked`: the call, shortened for the message."""
 
     def __init__(self, session: str, asked: str) -> None:
         self.session, self.asked = session, asked
@@ -413,7 +418,7 @@ class TrainingDiverged(StrettoError):
 
 
 class BoundViolated(StrettoError):
-    """A guarantee was about to be broken, so the run stops."""
+    """A guarantee of stretto, such as the staleness bound, was about to be broken by a bug, so the run stops."""
 
 
 def described(error: OSError) -> str:
