@@ -18,8 +18,8 @@ _LOOKS = 6  # progress checks within the limit of a standstill
 
 @dataclass(frozen=True, eq=False)
 class Wait:
-    """An open wait: owner, awaited event, limit in seconds, and start on the event loop's clock. `works`: returns
-    whether the awaited is at work, which shows no other progress; `bool` says no."""
+    """An open wait of `owner` for `awaited`. `seconds`: its limit; `since`: its start, on the event loop's clock;
+    `works`: as that of `waiting`, `bool` returns False."""
 
     owner: str
     awaited: str
@@ -35,9 +35,10 @@ _OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Wait, None]] = WeakKeyD
 @asynccontextmanager
 async def deadline(
     owner: str, awaited: str, seconds: float, detail: Callable[[], str] = str, works: Callable[[], bool] = bool
-) -> AsyncIterator[None]:
-    """Limit everything awaited inside the block to `seconds`. `owner` and `awaited` name in the error who waited for
-    what; the text returned by `detail`, called when the time is up, is appended to `awaited`. `works`: see `waiting`.
+) -> AsyncIterator[asyncio.Timeout]:
+    """Context manager: limit everything awaited inside the block to `seconds`; yields the timeout, which the block may
+    reschedule. `owner` and `awaited` name in the error who waited for what; the text returned by `detail`, called when
+    the time is up, is appended to `awaited`. `works`: as that of `waiting`.
 
     Raises:
         DeadlineExceeded: `seconds` have passed. A cancellation from outside passes through unchanged.
@@ -51,7 +52,7 @@ async def deadline(
     try:
         with waiting(owner, awaited, seconds, works):
             async with scope:
-                yield
+                yield scope
     except TimeoutError:
         if scope.expired():
             raise DeadlineExceeded(owner, awaited + detail(), seconds) from None
@@ -69,19 +70,12 @@ async def standstill(
     Raises:
         DeadlineExceeded: no change for `seconds`.
     """
-    scope = asyncio.timeout(seconds)
-    try:
-        with waiting(owner, awaited, seconds):
-            async with scope:
-                watch = asyncio.ensure_future(_put_off(scope, seconds, progress))
-                try:
-                    yield
-                finally:
-                    await cancel_and_wait([watch])
-    except TimeoutError:
-        if scope.expired():
-            raise DeadlineExceeded(owner, awaited, seconds) from None
-        raise
+    async with deadline(owner, awaited, seconds) as scope:
+        watch = asyncio.ensure_future(_put_off(scope, seconds, progress))
+        try:
+            yield
+        finally:
+            await cancel_and_wait([watch])
 
 
 async def _put_off(scope: asyncio.Timeout, seconds: float, progress: Callable[[], Awaitable[object]]) -> None:
@@ -96,11 +90,11 @@ async def _put_off(scope: asyncio.Timeout, seconds: float, progress: Callable[[]
 
 @contextmanager
 def waiting(owner: str, awaited: str, seconds: float, works: Callable[[], bool] = bool) -> Iterator[None]:
-    """List a wait of `owner` for `awaited` in `open_waits` during the block (context manager). The deadline itself must
-    be enforced by the caller.
+    """Context manager: list a wait of `owner` for `awaited` in `open_waits` during the block. The caller must enforce
+    the deadline itself.
 
-    A wait within its deadline is no standstill while `works` returns True: for users' code, a tool or a reward, which
-    shows no progress before it ends.
+    `works` is called at each check of a `Watchdog`: while it returns True, the run counts as moving. It is for users'
+    code, a tool or a reward, which shows no progress before it ends. The default, `bool`, returns False.
     """
     loop = asyncio.get_running_loop()
     wait, waits = Wait(owner, awaited, seconds, loop.time(), works), _OPEN.setdefault(loop, {})
@@ -117,7 +111,8 @@ def open_waits() -> list[Wait]:
 
 
 class StallTimer:
-    """Seconds without progress, except for time in which this process itself was stopped.
+    """Counts seconds without progress, except for time in which this process itself was stopped. Made in a running
+    event loop.
 
     After SIGSTOP or a suspend, polls are far apart: at most `longest` seconds count between two polls.
     """
@@ -128,7 +123,8 @@ class StallTimer:
         self._stalled = 0.0
 
     def poll(self, moved: bool) -> float:
-        """Seconds since the last progress; 0 if `moved`. Call it more often than every `longest` seconds."""
+        """Count the time since the last call; returns the seconds since the last progress. `moved`: there was progress
+        since the last call, so the result is 0. Call it more often than every `longest` seconds."""
         now = asyncio.get_running_loop().time()
         elapsed, self._polled = min(now - self._polled, self._longest), now
         self._stalled = 0.0 if moved else self._stalled + elapsed
