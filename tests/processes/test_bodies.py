@@ -52,3 +52,9 @@ def test_a_list_of_records_is_no_different() -> None:
         msgspec.convert([{"model": "m"}, {"model": "m", "mesages": []}], list[Asked])
     told = refusal_of(str(refused.value), list[Asked], "as documented")
     assert str(told) == "[1].mesages: unknown field; did you mean 'messages'?"
+
+
+def test_a_body_nested_too_deeply_is_refused_as_such() -> None:
+    with pytest.raises(RefusedRequest) as refused:
+        parse_record(b'{"model": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", Asked)
+    assert str(refused.value) == "body: JSON that is nested too deeply; a JSON object"

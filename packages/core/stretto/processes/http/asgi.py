@@ -79,7 +79,7 @@ async def _drop(receive: Receive) -> None:
 
 
 def header(scope: Scope, name: bytes) -> bytes | None:
-    """Value of a header, or None; `name` in lower case."""
+    """Value of the first header with this name, or None if there is none; `name` in lower case."""
     return next((value for key, value in scope["headers"] if key == name), None)
 
 
@@ -91,7 +91,7 @@ async def reply(send: Send, status: int, content_type: str, body: bytes, headers
 
 
 async def when_gone(receive: Receive, leave: Callable[[], None]) -> None:
-    """Call `leave` as soon as the client has disconnected; run it as a task."""
+    """Wait until the client has disconnected, then call `leave`. Run it as a task, after the body has been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
     leave()
@@ -103,9 +103,9 @@ async def unless_gone(
     alive: Callable[[], Coroutine[Any, Any, None]] | None = None,
     seconds: float | None = None,
 ) -> T | None:
-    """Result of `work`; None, with the work cancelled, if the client disconnects first. Until then `alive`, if given,
-    is awaited every `seconds`, to send a comment for example. No deadline of its own: that of the work or the client
-    applies."""
+    """Await `work` and return its result; None, with the work cancelled, if the client disconnects first. Until then
+    `alive`, if given, is awaited every `seconds`, to send a comment for example. No deadline of its own: that of the
+    work or the client applies. Call it after the body has been read from `receive`."""
     working, gone = asyncio.create_task(work), asyncio.create_task(when_gone(receive, lambda: None))
     try:
         while not (await asyncio.wait((working, gone), timeout=seconds, return_when=asyncio.FIRST_COMPLETED))[0]:
@@ -136,8 +136,8 @@ _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<n
 
 
 def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
-    """Parse a body into a record. Unknown fields that are null, and null where the record allows none, count as absent,
-    since some clients send every field of their types.
+    """Parse the JSON body `raw` into a record of type `kind`. Unknown fields that are null, and null where the record
+    allows none, count as absent, since some clients send every field of their types.
 
     Raises:
         RefusedRequest: the body is invalid; names the first wrong field.
@@ -150,13 +150,13 @@ def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
             return msgspec.json.decode(msgspec.json.encode(told), type=kind)
     except msgspec.ValidationError as error:
         raise refusal_of(str(error), kind) from None
+    except RecursionError:
+        raise RefusedRequest("body", "JSON that is nested too deeply", "a JSON object") from None
     except UNREADABLE as error:
         field, found, allowed = _field_that_is_no_json(raw)
         if field is not None:
             raise RefusedRequest(field, found, allowed) from None
         raise RefusedRequest("body", f"no JSON: {error}", "a JSON object") from None
-    except RecursionError:
-        raise RefusedRequest("body", "JSON that is nested too deeply", "a JSON object") from None
 
 
 def _without_nulls(value: Any, kinds: Sequence[msgspec.inspect.Type]) -> Any:
@@ -187,8 +187,9 @@ def _takes_null(kind: msgspec.inspect.Type) -> bool:
 
 
 def refusal_of(message: str, kind: Any, remedy: str = "see /openapi.json") -> RefusedRequest:
-    """Convert an error message of msgspec about a body of type `kind` to a refusal that names the field. `remedy`: text
-    for what is allowed; for an unknown field, a field with a similar name is suggested instead."""
+    """Convert `message`, an error message of msgspec about a body of type `kind`, to a refusal that names the field;
+    the field "body" if the message names none. `remedy`: text for what is allowed; for an unknown field, a field with a
+    similar name is suggested instead."""
     place = _PLACE.search(message)
     path, sentence = (place["path"], message[: place.start()]) if place else ("", message)
     name = _FIELD.match(sentence)
@@ -202,7 +203,8 @@ def refusal_of(message: str, kind: Any, remedy: str = "see /openapi.json") -> Re
 
 
 def _fields(kind: msgspec.inspect.Type, path: list[str]) -> Iterator[str]:
-    """Names of the fields that are possible at `path`, which consists of names and ``[`` for each list."""
+    """Yield the names of the fields that `kind` allows at `path`, which consists of names and ``[`` for each list; none
+    if no record stands there."""
     if isinstance(kind, msgspec.inspect.UnionType):
         yield from chain.from_iterable(_fields(one, path) for one in kind.types)
     elif isinstance(kind, msgspec.inspect.ListType | msgspec.inspect.VarTupleType) and path[:1] == ["["]:
@@ -232,7 +234,7 @@ def _field_that_is_no_json(raw: bytes) -> tuple[str | None, str, str]:
 
 
 def _leaves(value: object) -> Iterator[object]:
-    """Leaves of nested lists and objects, keys included."""
+    """Yield the leaves of nested lists and objects, keys included; of another value, the value itself."""
     parts = [*value, *value.values()] if isinstance(value, dict) else value if isinstance(value, list) else None
     if parts is None:
         yield value
@@ -261,7 +263,8 @@ class HostNames:
             self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
 
     def has(self, host: str) -> bool:
-        """Whether `host`, a value of Host, is an address or a name of this server."""
+        """Whether `host`, a value of Host with or without a port, is an accepted address or name; False if it is
+        malformed."""
         try:
             name = urlsplit(f"//{host}").hostname if _AUTHORITY.fullmatch(host) else None
         except ValueError:
@@ -275,7 +278,8 @@ class HostNames:
         return address.is_loopback or not self._loopback
 
     def foreign(self, scope: Scope) -> str | None:
-        """Host of a request if it is not accepted, else None. A missing Host is accepted: browsers always send one."""
+        """Host of a request, cut to 80 characters, if it is not accepted, else None. A missing Host is accepted:
+        browsers always send one."""
         if (value := header(scope, b"host")) is None or self.has(host := value.decode("latin-1")):
             return None
         return host[:80]
@@ -296,7 +300,8 @@ def own_address(scope: Scope) -> str:
 
 
 class OwnNames:
-    """ASGI middleware that refuses requests with a foreign Host, with status 403."""
+    """ASGI middleware that refuses requests whose Host is not one of `names`, with status 403 and an error as JSON; all
+    others go to `inner`."""
 
     def __init__(self, inner: ASGIApp, names: HostNames) -> None:
         self._inner, self._names = inner, names
@@ -310,5 +315,5 @@ class OwnNames:
 
 
 def foreign_host(host: str) -> str:
-    """Sentence for a caller whose Host header, `host`, is no name of this server: what it may be instead."""
+    """Sentence for a caller whose Host header, `host`, is no name of this server; it says what to use instead."""
     return f"host: {host!r} is no name of this server; ask it by its address, or by localhost on its own machine"
