@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from io import FileIO
 from pathlib import Path
@@ -167,7 +167,12 @@ class SharedMemorySubscriber:
             TornPublication: size, version or checksum do not match; nothing was loaded.
             WireError: the version is not available, or no longer; call `newest` again.
         """
-        return _read(self._mapped(version), version, self._check)
+        try:
+            raw = map_file(path_of(self._run, self._folder, version))
+        except FileNotFoundError:
+            raise self._gone(version) from None
+        manifest, start = verify(raw, version, self._check)
+        return {name: _view(raw, start, entry) for name, entry in manifest.tensors.items()}
 
     def hold(self, version: int, holder: str) -> Path:
         """Verify `version`, give its safetensors file a second name (a hard link) for `holder`, and return that path.
@@ -195,12 +200,6 @@ class SharedMemorySubscriber:
         unlink(other for other in self._folder.glob(f"{mine.name}*.held") if other != file)
         return file
 
-    def _mapped(self, version: int) -> memoryview:
-        try:
-            return map_file(path_of(self._run, self._folder, version))
-        except FileNotFoundError:
-            raise self._gone(version) from None
-
     def _gone(self, version: int) -> WireError:
         return WireError(f"{self._folder}: version {version} is not published; the newest there is {self.newest()}")
 
@@ -225,14 +224,6 @@ def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(raw), _CHUNK):
         yield raw[start : start + _CHUNK]
-
-
-def _read(raw: memoryview, version: int, checked: Callable[[int], object]) -> dict[str, Tensor]:
-    """Verify a publication and return its tensors by name as views. `raw` must be writable memory for torch. `checked`
-    is called during the verification with the number of bytes of each piece. Raises TornPublication if the bytes are
-    damaged or of another version."""
-    manifest, start = verify(raw, version, checked)
-    return {name: _view(raw, start, entry) for name, entry in manifest.tensors.items()}
 
 
 def _view(raw: memoryview, start: int, entry: TensorEntry) -> Tensor:
@@ -263,8 +254,8 @@ def _write(file: FileIO, manifest: WeightsManifest, whole: Iterable[tuple[str, T
 
 
 def digest_of_tensor(tensor: Tensor) -> TensorDigest:
-    """Compute the digest of a tensor in memory; it equals the published digest if dtype and values are equal. The
-    digest of a tensor on a GPU includes its sums."""
+    """Compute the digest of a tensor in memory; it agrees with the published digest if dtype and values are equal. The
+    digest of a tensor on a GPU includes its sums. Raises KeyError for a dtype that cannot be published."""
     checksum = xxhash.xxh3_64()
     for piece in _pieces(tensor):
         checksum.update(piece)
@@ -273,5 +264,5 @@ def digest_of_tensor(tensor: Tensor) -> TensorDigest:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Name of a dtype in digests and manifests."""
+    """Name of a dtype in digests and manifests, as "BF16". Raises KeyError for one that cannot be published."""
     return _NAMES[dtype]
