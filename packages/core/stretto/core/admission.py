@@ -41,7 +41,8 @@ def due(admitted_version: int, max_staleness: Staleness) -> float:
 
 
 class BoundChange(Record, frozen=True, array_like=True):
-    """A change that the run made itself to a bound set to "auto"; it applies to groups admitted afterwards.
+    """A change that the run made itself to a bound set to "auto", from `before` to `after`; it applies to groups
+    admitted afterwards.
 
     Example: ``BoundChange(step=9, name="max_staleness", before=4, after=2, reason="mismatch 1.2 of its limit (...)")``
     """
@@ -55,7 +56,8 @@ class BoundChange(Record, frozen=True, array_like=True):
 
 
 def loss_tokens(batch: Batch) -> Counter[int]:
-    """Number of loss tokens of a batch by staleness (the batch's version minus the version that sampled the token)."""
+    """Number of a batch's sampled tokens that are in the loss, by staleness (the batch's version minus the version that
+    sampled the token)."""
     found = Counter[int]()
     for group in batch.groups:
         oldest = batch.oldest_of(group.id)

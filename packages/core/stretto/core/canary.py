@@ -48,7 +48,7 @@ _ROUNDOFF = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 
 def coarser(*dtypes: str) -> str:
-    """The dtype with the coarsest rounding.
+    """The dtype with the coarsest rounding, of float32, float16 and bfloat16.
 
     >>> coarser("float32", "bfloat16", "float16")
     'bfloat16'
@@ -57,7 +57,7 @@ def coarser(*dtypes: str) -> str:
 
 
 def routes(config: Mapping[str, Any]) -> bool:
-    """Whether a model with this `config.json` is a mixture of experts.
+    """Whether a model with this `config.json` is a mixture of experts: it, or a table in it, has more than one expert.
 
     >>> routes({"num_experts": 8}), routes({"text_config": {"num_local_experts": 4}}), routes({"num_experts": None})
     (True, True, False)
@@ -100,9 +100,9 @@ def _jumps(dtype: str, *, routed: bool) -> bool:
 
 class TensorDigest(Record, frozen=True):
     """Checksums of a tensor. `dtype`: its name in safetensors (F32, BF16). `checksum`: xxh3 (64 bits, 16 hex digits) of
-    its values in this dtype, row-major and little endian. `sums`: sums of its bits (`weights.mailbox`), only from a
-    trainer on a GPU; an engine on a GPU compares the sums, since it can compute them on the GPU. A reader fills in what
-    it can compute, and "" for the other. Digests are compared by `agrees` alone, since == would compare "" too."""
+    its values in this dtype, row-major and little endian. `sums`: two sums of its bits in 32 hex digits
+    (`weights.mailbox.sums`), only from a trainer on a GPU; an engine on a GPU compares the sums, since it can compute
+    them on the GPU. What was not computed is "". Compare digests by `agrees`, since == would compare "" too."""
 
     dtype: str
     checksum: str
@@ -154,8 +154,8 @@ class Challenge(Record, frozen=True):
     spare: float = 0.0
 
     def allowed(self, gap: float, compared: int) -> float:
-        """Tolerance (nats per token) for scores at the distance `gap`. `spare` is added if `gap` exceeds the tolerance
-        and the engine has compared every tensor with its digest (`compared`: the number of tensors)."""
+        """Tolerance (nats per token) for scores at the distance `gap` from the canary: `tolerance`, plus `spare` if
+        `gap` exceeds it and every tensor was compared with its digest. `compared`: number of compared tensors."""
         is_short = gap > self.tolerance and 0 < len(self.canary.digests) <= compared
         return self.tolerance + self.spare if is_short else self.tolerance
 
@@ -188,7 +188,8 @@ class Scores(Record, frozen=True):
 
 
 def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, TensorDigest]) -> tuple[str, ...]:
-    """Names of the tensors whose digest in `held` (of an engine's memory, by name) does not agree with the publication.
+    """Names of the tensors whose digest in `held` (of an engine's memory, by name) does not agree with the published
+    one in `digests`, which must have all names of `held`.
 
     >>> published = {"a": TensorDigest("F32", "12"), "b": TensorDigest("F32", "34")}
     >>> differing(published, {"a": TensorDigest("F32", "12"), "b": TensorDigest("F32", "35")})
@@ -198,8 +199,8 @@ def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, TensorDige
 
 
 class Loaded(Record, frozen=True):
-    """An engine's reply to an order to load: the version that samples its next token, and its scores if a challenge was
-    sent."""
+    """An engine's reply to an order to load: the version that samples its next token, and its scores; None if no
+    challenge was sent."""
 
     version: Whole
     scores: Scores | None = None
@@ -208,7 +209,8 @@ class Loaded(Record, frozen=True):
 def distance(canary: Canary, scores: Scores) -> float:
     """Mean absolute difference (nats per token) of an engine's log-probabilities from the expected ones. It is the
     largest of three means: of tokens computed together, of decoded tokens, and of the pairs. If the model is a mixture
-    of experts, each mean is multiplied by √(number of its tokens / 64). 10,000 if a number is missing or not finite.
+    of experts, each mean is multiplied by √(number of its tokens / 64). A log-probability that is not finite counts as
+    a difference of 10,000. The result is 10,000 if the scores are not one per token.
 
     >>> canary = Canary(version=1, token_ids=(5, 2, 7), logprobs=(-1.0, -2.0), depth=2)
     >>> distance(canary, Scores(logprobs=(-1.0, -2.5), decoded=1))
@@ -229,8 +231,9 @@ def _gap(one: float, other: float) -> float:
 
 
 class Proof(Record, frozen=True):
-    """Result of an engine's proof of a version. `distance`, `tolerance` and `unit` are in nats per token. `evidence`:
-    names of tensors that differ, as text. `compared`: number of tensors compared, of `tensors` in the version."""
+    """Result of an engine's proof that it computes with a version. `distance` of its scores from the canary,
+    `tolerance` and `unit` (of rounding) are in nats per token. `evidence`: names of tensors that differ, as text; "" if
+    none does. `compared`: number of tensors compared with their digests, of `tensors` in the version."""
 
     engine: str
     make: str  # make and dtype of the engine: "native float32"
@@ -245,14 +248,14 @@ class Proof(Record, frozen=True):
 
     @property
     def units(self) -> float:
-        """The distance in units of rounding."""
+        """The distance in units of rounding; 10,000 if the unit is 0."""
         return self.distance / self.unit if self.unit else FARTHEST
 
 
 class Agreement(Record, frozen=True):
-    """Mean absolute difference (`error`, nats per token) between an engine's log-probabilities of `tokens` sampled
-    tokens and those recomputed under the same version. The trainer recomputes the tokens of a step; the engine itself
-    those that a `Challenge.sampled` asks for."""
+    """Mean absolute difference (`error`, nats per token) between an engine's log-probabilities of as many sampled
+    tokens as `tokens` says and those recomputed under the same version. The trainer recomputes the tokens of a step;
+    the engine itself those that a `Challenge.sampled` asks for."""
 
     engine: str
     tokens: int
@@ -284,8 +287,7 @@ class Proven(Record, frozen=True):
 class CanaryRecord(Record, frozen=True):
     """State of the canaries, saved in the ledger. `since`: first version with a canary (0, except in runs begun by an
     older stretto). `token_ids`: the text. `tolerances`: by make. `proven`: versions by engine. `newest` and `worst`:
-    each engine's newest proof, and its proof with the largest share of its tolerance. `refused`: number of failed
-    proofs."""
+    each engine's newest proof, and its proof with the largest share of its tolerance."""
 
     since: int = 0
     token_ids: tuple[int, ...] = ()
@@ -301,8 +303,8 @@ CANARY = "canary"
 
 
 def text(vocabulary: int, context: int, reserved: Collection[int], seed: int) -> tuple[int, ...]:
-    """The canary text of a run: 64 random token ids drawn with the run's seed; fewer if the model's `context` (in
-    tokens) is shorter. `vocabulary`: number of token ids; `reserved`: token ids that are not drawn.
+    """The canary text of a run: 64 random token ids drawn with the run's seed; `context` − 1 if the model's `context`
+    (in tokens) is shorter. `vocabulary`: number of token ids; `reserved`: token ids that are not drawn.
 
     Random tokens make every part of the model matter: their log-probabilities are far from 0, since a trained model is
     never sure of them.

@@ -48,18 +48,19 @@ def pack(token_ids: Sequence[int], logprobs: Sequence[float]) -> bytes:
 
 
 def ids_of(columns: bytes, length: int) -> tuple[int, ...]:
-    """Unpack the token ids of `length` tokens."""
+    """Unpack the token ids from packed `columns` of `length` tokens."""
     return tuple(memoryview(columns)[: _ID * length].cast("i"))
 
 
 def logprobs_of(columns: bytes, length: int) -> tuple[float, ...]:
-    """Unpack the log-probabilities of `length` tokens; empty if the tokens are given, not sampled."""
+    """Unpack the log-probabilities (nats) from packed `columns` of `length` tokens; empty if the tokens are given, not
+    sampled."""
     return tuple(memoryview(columns)[_ID * length :].cast("d" if _width(columns, length) == _DOUBLE else "f"))
 
 
 def are_whole(columns: bytes, length: int, stamps: Stamps) -> bool:
-    """Whether `columns` has exactly the size of `length` tokens: with log-probabilities and one version each if
-    `stamps` is not empty, with neither otherwise."""
+    """Whether `columns` has exactly the size of `length` tokens: if `stamps` is not empty, with log-probabilities, and
+    `stamps` must hold one version per token; otherwise without log-probabilities."""
     stamped = stamps[0][1] if len(stamps) == 1 else sum([count if count > 0 else length + 1 for _, count in stamps])
     wide = len(columns) in ((_ID + _SINGLE) * length, (_ID + _DOUBLE) * length)
     return (wide and stamped == length > 0) if stamps else len(columns) == _ID * length
@@ -85,7 +86,8 @@ def joined(pieces: Sequence[tuple[bytes, int]]) -> bytes:
 
 
 def begin_alike(columns: bytes, length: int, prefix: bytes, tokens: int) -> bool:
-    """Whether `columns` (`length` tokens) and `prefix` have equal first `tokens` ids; False if `columns` is shorter."""
+    """Whether the packed `columns` of `length` tokens begin with the ids of all `tokens` tokens of the packed `prefix`;
+    False if `columns` is shorter."""
     return tokens <= length and columns[: _ID * tokens] == prefix[: _ID * tokens]
 
 

@@ -30,7 +30,7 @@ _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 class EngineHealth(Record, frozen=True):
-    """State of an engine. Counters start at 0 with its process.
+    """State of an engine at this moment, and counters of its work, which start at 0 with its process.
 
     Example: ``EngineHealth(version=7, running=128, waiting=40, generated=81_023, prefilled=20_511, recomputed=9_310,
     interrupted=412, preempted=0, wasted=0, updates=7, busy_seconds=3.2)``
@@ -48,7 +48,7 @@ class EngineHealth(Record, frozen=True):
     updates: Count  # versions loaded
     busy_seconds: Moment  # time spent in steps and in loading
     unfinished: Whole = 0  # tokens sampled for open requests, including tokens of completions that have ended
-    needed: Moment = 0.0  # demand of open completions over supply, of rows or KV cache, the larger; above 1 some wait
+    needed: Moment = 0.0  # demand of open completions / supply: of rows or of KV cache, the larger; above 1 some wait
     checked: Count = 0  # bytes of published versions read so far; grows during a load
     resident: Count = 0  # resident memory of the engine's processes in bytes
 
@@ -63,7 +63,8 @@ class Progress(NamedTuple):
 
 
 class NewToken(Record, frozen=True, gc=False):
-    """A token that the last step sampled. `progress()` returns it with its log-probability and version."""
+    """A token that the engine's last step sampled for the completion (`request`, `member`). `progress()` returns it
+    with its log-probability and version."""
 
     request: str
     member: int
@@ -79,7 +80,8 @@ class Engine(Protocol):
     """Client of one engine. Calls may overlap, and each has its own deadline."""
 
     def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
-        """Completions as they end, one per seed of every request. Leaving the iteration early aborts the rest.
+        """Sample all completions, one per seed of every request, and yield each as it ends. Leaving the iteration early
+        aborts the rest.
 
         Raises:
             RefusedRequest: the engine refused one of them, and so all.
@@ -88,8 +90,9 @@ class Engine(Protocol):
         """
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
-        """Load a published version. With `ask`, which returns the challenge for a version, also score the canary; None:
-        no canary. A version that is loaded and proven is not loaded again.
+        """Load a published version. `ask` returns the challenge to send for a version, which the engine answers with
+        its scores; None: no challenge. Returns the version that samples the next token, and the scores. A version that
+        is loaded and proven is not loaded again.
 
         Raises:
             TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.
@@ -98,24 +101,25 @@ class Engine(Protocol):
         """
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """New tokens of unfinished completions. `known`: by request id, the number of tokens of each member that the
-        caller already has. Requests that are not in `known` are left out."""
+        """Return the new tokens of unfinished completions, by request id and member. `known`: by request id, the number
+        of tokens of each member that the caller already has. Requests that are not in `known` are left out."""
 
     async def abort(self, request_id: str) -> None:
         """Abort a request; its `generate` ends with EngineLost."""
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
-        1."""
+        """Return the log-probabilities (nats) of all tokens but the first of each text (token ids), by the version in
+        use, at temperature 1."""
 
     async def health(self) -> EngineHealth:
-        """Version, queue length and counters."""
+        """Return the version in use, queue lengths and counters."""
 
     async def moved(self) -> object:
-        """A number or text that changes while the transfer or load of a version makes progress; None if unknown."""
+        """Return a number or text that changes while the transfer or load of a version makes progress; None if the
+        engine does not reply."""
 
     async def spans(self) -> list[Span]:
-        """Spans of the engine since the last call, which are then forgotten."""
+        """Return the engine's spans since the last call; the engine forgets them."""
 
     def break_off(self) -> None:
         """Close every connection at once; open calls end with EngineLost."""
@@ -125,7 +129,7 @@ class Engine(Protocol):
 
 
 def json_rule(schema: Mapping[str, Any] | None) -> str:
-    """Right-hand side of a grammar rule for JSON that follows a schema; any object if None.
+    """Return the right-hand side of a grammar rule for JSON that follows a JSON schema; for any object if None.
 
     >>> json_rule({"type": "null"})[:29]
     '%json {"type": "null", "x-gui'
@@ -141,6 +145,6 @@ def json_rule(schema: Mapping[str, Any] | None) -> str:
 
 
 def json_grammar(schema: Mapping[str, Any] | None) -> str:
-    """A complete grammar for JSON that follows a schema; any object if None. Raises RefusedRequest if the schema is
-    nested beyond Python's recursion limit."""
+    """Return a grammar (`Sampling.grammar`) for JSON that follows a JSON schema; for any object if None. Raises
+    RefusedRequest if the schema is nested beyond Python's recursion limit."""
     return f"start: {json_rule(schema)}"

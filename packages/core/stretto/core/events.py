@@ -62,8 +62,8 @@ class BusySpans:
         self._last: Span | None = None
 
     def add(self, name: str, start: float, end: float, version: int, bytes: int = 0) -> None:
-        """Add a span of work: `name` of the work, time in seconds of `time.monotonic`, version of the weights and moved
-        bytes. A span of the same name and version that follows at once extends the one before."""
+        """Add a span of work: `name` of the work, `start` and `end` in seconds of `time.monotonic`, version of the
+        weights and moved bytes. A span of the same name and version that follows at once extends the one before."""
         last = self._last
         if last is not None:
             if (last.name, last.version) == (name, version) and start - last.end < _GAP:
@@ -82,7 +82,8 @@ class BusySpans:
 
 
 class SupervisedProgress(Record, frozen=True, tag=True):
-    """Progress of supervised training; `loss` in nats per completion token, or per pair."""
+    """Message: progress of supervised training, a warm start or preference learning. `step` of `steps` has ended;
+    `loss` is in nats per completion token, or per pair."""
 
     step: int
     steps: int
@@ -94,8 +95,8 @@ class SupervisedProgress(Record, frozen=True, tag=True):
 
 @dataclass
 class RecordedCall:
-    """A call of a session: to a tool, or by an agent to the gateway. `asked`: encoded request. `reply`: encoded reply;
-    None while it has not come."""
+    """A call of a session: to a tool, or by an agent to the gateway. `number`: counts the session's calls from 0.
+    `asked`: encoded request. `reply`: encoded reply; None while it has not come."""
 
     number: int
     asked: bytes

@@ -31,7 +31,8 @@ class Path:
 
 
 def parent_of(segments: Sequence[Segment], place: int) -> int:
-    """Return the index of the segment that precedes segment `place` on its path; PROMPT or NOTHING at a root."""
+    """Return the index of the segment that precedes segment `place` on its path. At a root: PROMPT (-1) if it follows
+    the prompt, NOTHING (-2) if it has no context."""
     found = segments[place].parent
     return place - 1 if found is None else found  # place 0: PROMPT
 
@@ -71,10 +72,11 @@ def _ways(segments: Sequence[Segment]) -> list[tuple[bool, tuple[int, ...]]]:
 
 @dataclass(frozen=True)
 class TurnRequest:
-    """A turn to sample: segment `node` of the forest, after `prompt`.
+    """A turn to sample: segment `node` (its index) of a session's forest.
 
-    `prefix`: the tokens of the segment that are sampled already (usually none), with its parent and cause. `least`:
-    oldest version that may sample it: the newest version on its path, since versions never fall along a path.
+    `prompt`: all tokens before the turn, those of the trajectory's prompt included. `prefix`: the tokens of the segment
+    that are sampled already (usually none), with its parent and cause. `least`: oldest version that may sample it: the
+    newest version on its path, since versions never fall along a path.
     """
 
     node: int

@@ -87,10 +87,10 @@ class Unframer:
 
 
 def encoded(value: object) -> bytes:
-    """Encode a value as JSON that can be read again as what it is.
+    """Encode a value as JSON, and check that each record in it can be decoded as its own type.
 
     Raises:
-        msgspec.MsgspecError: it could not be read: a number is outside of its range, or is not finite, which JSON does
+        msgspec.MsgspecError: it cannot be decoded: a number is outside of its range, or is not finite, which JSON does
             not know, and the type of its field has no None.
         UnicodeEncodeError: a text has a lone surrogate.
     """

@@ -36,7 +36,8 @@ _OLDEST_DRIVER = {"11": (450, 80), "12": (525, 60), "13": (580, 65)}
 
 class Gpu(Record, frozen=True):
     """A GPU of this machine. `id`: its number in `nvidia-smi`; for a part of a GPU (MIG), its UUID. `memory` and `free`
-    are in bytes, 0 if unknown.
+    are in bytes, 0 if unknown. `capability`: CUDA compute capability, (0, 0) if unknown. `driver`: its release, as
+    "550.54".
 
     Example: ``Gpu(id="0", name="NVIDIA H100 80GB HBM3", memory=80 << 30, free=79 << 30, capability=(9, 0))``
     """
@@ -110,8 +111,8 @@ def gpus_hidden() -> bool:
 
 
 def parse_gpus(answer: str) -> tuple[Gpu, ...]:
-    """Parse the output of `nvidia-smi`: one GPU per line, fields in the order of `_GPU_QUERY`, memory in MiB. An
-    unknown value, "[N/A]", becomes 0."""
+    """Parse the output of `nvidia-smi`: one GPU per line, fields in the order of `_GPU_QUERY`, memory in MiB. Memory or
+    capability that is "[N/A]" becomes 0; lines with another number of fields are skipped."""
     found = []
     for line in answer.splitlines():
         words = [word.strip() for word in line.split(",")]
@@ -146,8 +147,8 @@ def visible(there: Sequence[Gpu], told: str | None) -> tuple[Gpu, ...]:
 
 
 def unusable(there: Sequence[Gpu], cuda: str | None) -> str:
-    """Text of the reason why torch cannot use the GPUs `there` (at least one). `cuda`: CUDA release that torch was
-    built for; None: it was built without CUDA."""
+    """Explain to the user why torch cannot use the GPUs `there` (at least one), after it has failed to. `cuda`: CUDA
+    release that torch was built for; None: it was built without CUDA."""
     one = there[0]
     if cuda is None:
         return f"this torch is built for processors alone, and the machine has {len(there)} × {one.name}"
@@ -157,8 +158,8 @@ def unusable(there: Sequence[Gpu], cuda: str | None) -> str:
 
 
 def too_old(drivers: Sequence[str], cuda: str) -> str:
-    """Text that names a driver too old for a torch built for the release `cuda`; "" if none of `drivers` (releases, as
-    "550.54") is known to be too old."""
+    """Name the first of `drivers` (releases, as "550.54") that is too old for a torch built for the release `cuda`, in
+    a sentence for the user; "" if none is known to be too old."""
     oldest = _OLDEST_DRIVER.get(cuda.partition(".")[0], (0, 0))
     for driver in drivers:
         if (number := tuple(map(int, re.findall(r"\d+", driver)[:2]))) and number < oldest:
@@ -191,9 +192,9 @@ def cache_folder() -> Path:
 
 
 def use_interface_of(address: str) -> None:
-    """Make torch collectives of this process use the interface with this address, by environment variables; those that
-    are set already stay, and an unknown address sets none. gloo would otherwise use the address of the host name, which
-    may be the loopback's."""
+    """Make torch collectives of this process use the interface with this IP address: set the environment variables of
+    gloo and NCCL that are not set yet. If no interface has the address, none is set. gloo would otherwise use the
+    address of the host name, which may be the loopback's."""
     if (interface := interface_of(address)) is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
@@ -202,7 +203,8 @@ def use_interface_of(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine with this IP address; None if unknown (secondary addresses are not found).
+    """Name of the network interface of this machine with this IP address; None if none has it (secondary IPv4 addresses
+    are not found). Raises ValueError if `address` is no IP address.
 
     Example: ``interface_of("127.0.0.2")  # "lo"``
     """
@@ -233,8 +235,8 @@ _BUSY = 1 / 32  # part of a GPU in use up to which it counts as free: the driver
 @dataclass(frozen=True)
 class Need:
     """GPU memory that a role needs. `parts`: bytes on each of its GPUs, by purpose (weights, cache). `gpus`: number of
-    GPUs. `apart`: the role shares no GPU with another such role, since NCCL refuses two ranks on one GPU. `smaller`:
-    for each purpose, the advice in messages on how to need less."""
+    GPUs. `apart`: the role shares no GPU with another role that is `apart`, since NCCL refuses two ranks on one GPU.
+    `smaller`: for each purpose, the advice in messages on how to need less."""
 
     role: str
     parts: Mapping[str, int]
@@ -280,7 +282,8 @@ def place(there: Sequence[Gpu], needs: Sequence[Need]) -> tuple[Seat, ...]:
 
     Needs that are `apart` come first, on GPUs of the same name and memory if there are enough. The others follow, the
     largest first. For each, GPUs with enough memory left are preferred, then GPUs with the fewest roles, then GPUs with
-    the most memory left. Roles that share a GPU split its memory in proportion to their needs.
+    the most memory left; a role that fits nowhere is seated all the same. Roles that share a GPU split its memory in
+    proportion to their needs.
 
     Raises:
         ValueError: there are fewer GPUs than one role needs, or fewer than roles that are `apart`.

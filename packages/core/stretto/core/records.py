@@ -72,7 +72,7 @@ class Prompt(Record, frozen=True):
     token_ids: tuple[int, ...]
     text: str
     answer: str
-    opens: str = ""  # thinking tag left open at the end of its tokens
+    opens: str = ""  # thinking tag left open at the end of its tokens; "" if none is
 
 
 class Sampling(Record, frozen=True):
@@ -227,7 +227,7 @@ class Segment(Record, frozen=True, array_like=True):
         )
 
     def after(self, tokens: int) -> Segment:
-        """The segment without its first `tokens` tokens."""
+        """The segment without its first `tokens` tokens; empty if it has no more. Other fields are kept."""
         if not tokens:
             return self
         columns, stamps = packed.rest(self.columns, self.length, tokens), packed.after(self.stamps, tokens)
@@ -348,7 +348,7 @@ class Verdict(Record, frozen=True):
 
 
 class Trajectory(Record, frozen=True):
-    """A prompt's completion with its verdict: the unit of the buffer and of training.
+    """A prompt's completion with its verdict: the unit of the buffer and of training. `text`: its tokens, decoded.
 
     A single turn is one sampled segment; further turns alternate given and sampled segments, and an agent's session may
     branch. Only sampled tokens are in the loss, each once.
@@ -399,7 +399,7 @@ class Trajectory(Record, frozen=True):
 
     @property
     def interrupted(self) -> int:
-        """Number of weight updates that interrupted the trajectory."""
+        """Number of weight updates that interrupted its segments, summed."""
         return sum(segment.interrupted for segment in self.segments)
 
     @property
@@ -471,7 +471,7 @@ def trajectory_id(group: str, member: int) -> str:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed computed from `parts` by a hash; equal on every machine.
+    """A 63-bit seed, computed from `parts` by a hash; equal parts give the same seed on every machine.
 
     >>> derive_seed(1, "0.17.0/3") == derive_seed(1, "0.17.0/3") != derive_seed(2, "0.17.0/3")
     True

@@ -59,11 +59,11 @@ class Journal(Protocol):
         """Record that `members` trajectories of the group are in flight, admitted at `admitted_version`."""
 
     def buffer(self, group: Group) -> None:
-        """Record that the group's trajectories are finished and wait for a batch."""
+        """Record that the group's trajectories, which are judged, wait for a batch."""
 
     def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
-        """Record that a trajectory ends untrained: filtered, expired or failed, for the `reason`. `trajectory`: its
-        record; None if it has none."""
+        """Record that the trajectory `id` ends untrained, in the `state` filtered, expired or failed, for the `reason`.
+        `trajectory`: its record; None if it was never completed."""
 
     def commit_batch(self, batch: Batch) -> None:
         """Record that the batch is about to be trained on; durable when this returns."""

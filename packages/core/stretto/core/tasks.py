@@ -10,8 +10,8 @@ T = TypeVar("T")
 
 
 async def run_beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -> T:
-    """Await `work` while `watch` runs beside it; returns the result of `work`. If `watch` fails first, its error is
-    raised. Both are cancelled at the end."""
+    """Await `work` while `watch` runs beside it; returns the result of `work` or raises its error. If `watch` fails
+    first, its error is raised. The other one is then cancelled and awaited."""
     task, watcher = asyncio.ensure_future(work), asyncio.ensure_future(watch)
     try:
         await asyncio.wait([task, watcher], return_when=asyncio.FIRST_COMPLETED)
@@ -21,7 +21,8 @@ async def run_beside(watch: Coroutine[Any, Any, NoReturn], work: Awaitable[T]) -
 
 
 async def first_of(*futures: asyncio.Future[Any]) -> None:
-    """Wait until one of the futures is done; none is cancelled. There is no timeout: the caller must set one."""
+    """Wait until one of the futures is done, and return nothing; no future is cancelled, and no error is raised. There
+    is no timeout: the caller must set one."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
@@ -97,7 +98,8 @@ class NamedTasks:
         return frozenset(self._tasks)
 
     def add(self, name: str, work: Coroutine[Any, Any, None]) -> None:
-        """Start a task; an earlier one of this name must have ended or been dropped."""
+        """Start `work` as a task, which `watch` then watches; an earlier one of this name must have ended or been
+        dropped."""
         self._tasks[name] = asyncio.create_task(work, name=name)
         self._changed.set()
 
@@ -109,8 +111,8 @@ class NamedTasks:
         self._changed.set()
 
     async def watch(self) -> NoReturn:
-        """Wait for ever, until a task fails; its error is raised unchanged. Tasks that end without an error are
-        dropped. There is no timeout: the caller must set one."""
+        """Wait until a task fails, and raise its error unchanged. Tasks that end without an error, or are cancelled,
+        are dropped; without any task it waits for ever. There is no timeout: the caller must set one."""
         while True:
             self._changed.clear()
             change = asyncio.ensure_future(self._changed.wait())
@@ -125,6 +127,6 @@ class NamedTasks:
                         task.result()
 
     async def close(self) -> None:
-        """Cancel all tasks; returns when they have ended."""
+        """Cancel all tasks, and wait until they have ended; their errors are dropped."""
         await cancel_and_wait([*self._tasks.values()])
         self._tasks.clear()
