@@ -53,8 +53,8 @@ OWN_NAME: Mapping[str, str] = MappingProxyType({"type": "string", "format": "pac
 
 
 def declare(**facts: object) -> Callable[[Declared], Declared]:
-    """Return a decorator that attaches facts to a part, as ``@declare(anchors=("behavior",))``. `fact` reads them. Each
-    door documents the facts that it reads."""
+    """Return a decorator that attaches facts to a part, as ``@declare(anchors=("behavior",))``, and returns the part.
+    `fact` reads them. Each door documents the facts that it reads."""
 
     def mark(part: Declared) -> Declared:
         setattr(part, _FACTS, {**getattr(part, _FACTS, {}), **facts})
@@ -79,6 +79,7 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
     @classmethod
     def fields_of(cls, part: Part) -> dict[str, Any]:
         """Return the fields of a part's section beside `kind`: (type, default) by name, for pydantic's `create_model`.
+        These are its numbers (`numbers_of`); a subclass may add fields.
 
         Raises:
             ValueError: a field cannot be written in a recipe; says why.
@@ -87,7 +88,8 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
 
     @classmethod
     def numbers_of(cls, part: Part) -> dict[str, Any]:
-        """Return the keyword-only parameters of a part as fields: (type, default) by name.
+        """Return the keyword-only parameters of a part as fields: (type, default) by name; a default of ``...`` means
+        that the recipe must give a value.
 
         Raises:
             ValueError: a parameter cannot be written in a recipe; says why.
@@ -99,8 +101,8 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
         return {name: _field(part, parameter) for name, parameter in parameters.items()}
 
     def bound(self, part: Part) -> Part:
-        """Return `part` with the numbers of this section bound as keyword arguments. A user-defined part is `guarded`
-        too."""
+        """Return `part` with the numbers of this section bound as keyword arguments. A user-defined part is also
+        `guarded`: its exceptions become a RecipeError."""
         numbers = {name: getattr(self, name) for name in _by_name(part)}
         return partial(guarded(self.place, self.kind, part) if is_own(self.kind) else part, **numbers)
 
@@ -160,7 +162,8 @@ def guarded(place: str, name: str, part: Part) -> Part:
 
 
 def raised(place: str, name: str, error: BaseException) -> Problem:
-    """Make the problem that reports an exception of a part. `place`: recipe key; `name`: of the part."""
+    """Make the problem that reports an exception of a user-defined part, with the line that raised it. `place`: recipe
+    key; `name`: the part's, as "module:name"."""
     module = sys.modules.get(name.partition(":")[0])
     where = where_raised(error, getattr(module, "__file__", None) or "")
     return Problem(place, f"{name!r} raised {type(error).__name__}: {error}", f"in {where}" if where else "")
@@ -173,8 +176,8 @@ class Door(Generic[Kind]):
 
     The annotated type says what the key holds. ``Annotated[LossSection, LOSSES]``: a section. ``Annotated[str,
     MAKES]``: a name only; such parts have no numbers. ``Annotated[str | Section, FILTERS]``: a name, or a section if
-    the part has numbers. `words`: further values that name no part, as "auto". `several`: the key may hold a list of
-    parts.
+    the part has numbers. `section`: base class of the parts' sections. `words`: further values that name no part, as
+    "auto". `several`: the key may hold a list of parts.
     """
 
     key: str  # in the recipe
@@ -186,12 +189,12 @@ class Door(Generic[Kind]):
     several: bool = False
 
     def __call__(self, kind: str, **numbers: object) -> Kind:
-        """Make the section of a part from its name and numbers, as ``LOSSES("ppo", clip_low=0.1)``. Raises RecipeError
-        if the part cannot be loaded, and pydantic's ValidationError for wrong numbers."""
+        """Make the section of the part called `kind` with these numbers, as ``LOSSES("ppo", clip_low=0.1)``. Raises
+        RecipeError if the part cannot be loaded, and pydantic's ValidationError for wrong numbers."""
         return self.model(kind)(kind=kind, **numbers)
 
     def load(self, name: str) -> Part:
-        """Load the part called `name`.
+        """Load the part called `name`: a built-in name, or "module:name" of a user-defined part.
 
         Raises:
             RecipeError: the name is unknown, or the part cannot be imported, or cannot be called with the door's
@@ -222,8 +225,8 @@ class Door(Generic[Kind]):
         return [self.model(kind) for kind in self.built_in]
 
     def bound(self, value: str | Section) -> Part:
-        """Return the part that a key's value names, with its numbers bound as keyword arguments. Raises RecipeError if
-        the part cannot be loaded, also for a value of `words`, which names no part."""
+        """Return the part that a key's value (a name or a section) names, with its numbers bound as keyword arguments.
+        Raises RecipeError if the part cannot be loaded, also for a value of `words`, which names no part."""
         section = value if isinstance(value, Section) else self(value)
         return section.bound(section.part)
 
@@ -283,8 +286,8 @@ class Door(Generic[Kind]):
 
 @cache
 def _model(door: Door[Kind], kind: str, part: Part) -> type[Kind]:
-    """Make the class of a part's section, once per part. `kind`: the part's name. Raises ValueError for a parameter
-    whose type a recipe cannot have."""
+    """Make the class of a part's section; a second call returns the same class. `kind`: the part's name. Raises
+    ValueError for a parameter whose type a recipe cannot have."""
     fields: dict[str, Any] = {"kind": (Literal[kind], kind)} | door.section.fields_of(part)
     about = inspect.cleandoc(part.__doc__ or "").partition("\n\n")[0]
     try:

@@ -25,7 +25,7 @@ _ALWAYS = (_APPLICATION, "stretto_kernels", "stretto_report", "stretto_verbs", "
 
 
 def is_there(*packages: str) -> bool:
-    """Whether all of these packages are installed."""
+    """Whether all of these packages, given by import name, are installed."""
     return all(find_spec(package) is not None for package in packages)
 
 
@@ -48,9 +48,10 @@ def check_packages(place: str, *packages: str) -> None:
 
 
 def from_package(name: str, place: str, *needed: str) -> Any:
-    """Import a module and return the object `name` names, as ``package.module:name``.
+    """Import a module of a package beside the core, and return an object of it.
 
     Args:
+        name: of module and object, as ``package.module:object``.
         place: the recipe key or command that needs it, for messages.
         needed: further packages that the module imports.
 
@@ -63,8 +64,8 @@ def from_package(name: str, place: str, *needed: str) -> Any:
 
 
 def of_application(name: str, without: Any) -> Any:
-    """Import the object `name` of the application, as ``module:name``; `without` if the application is not
-    installed."""
+    """Import and return the object `name` of the package stretto_app, as ``module:object``; return `without` if that
+    package is not installed. Raises RecipeError if it is installed in another version."""
     return from_package(f"{_APPLICATION}.{name}", _CORE) if is_there(_APPLICATION) else without
 
 
@@ -88,8 +89,8 @@ _IMPORTERS = (importlib.__file__, __file__)
 def look_in(folder: str) -> None:
     """Make imports search `folder` first, then the working directory, then the environment. Changes `sys.path`.
 
-    Loaded modules from another recipe's folder that have the names of modules in `folder` are unloaded. An empty
-    `folder` changes nothing.
+    Loaded modules from another folder that have the names of modules in `folder` are unloaded, except those of the
+    environment. An empty `folder` changes nothing.
     """
     if not folder:
         return
@@ -135,7 +136,7 @@ def with_colon(name: object) -> str:
 
 
 def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> object:
-    """Load the part called `name`. The working directory is added to `sys.path` if it is missing.
+    """Import and return the part called `name`. The working directory is added to `sys.path` if it is missing.
 
     Args:
         place: recipe key, for messages.
@@ -143,7 +144,8 @@ def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> objec
         built_in: built-in parts: name: ``package.module:name``.
 
     Raises:
-        RecipeError: no built-in part has the name, or the module cannot be imported or does not have it.
+        RecipeError: no built-in part has the name, or its package is not installed, or the module cannot be imported or
+            does not have it.
     """
     if not is_own(name) and name not in built_in:
         remedy = f"{nearest(name, built_in)}; one of your own is written 'package.module:name'"
@@ -184,7 +186,8 @@ def _defined(found: object) -> list[str]:
 
 
 def _way_out(module: str, error: BaseException) -> str:
-    """Advice after a failed import: the module is not found, it imports a missing module, or its code raises."""
+    """Advice after `error` at the import of `module`: it is not found, it imports a missing module, or its code
+    raises."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and f"{module}.".startswith(f"{missing}."):
         return "give a module of the environment, of the recipe's folder or of the folder that stretto is started from"
@@ -195,8 +198,8 @@ def _way_out(module: str, error: BaseException) -> str:
 
 
 def where_raised(error: BaseException, file: str = "") -> str:
-    """Return ``file:line`` of the innermost frame in the error's traceback, or of the innermost one in `file` if it has
-    any; "" without frames. Frames of the import system do not count."""
+    """Return ``file:line`` of the innermost frame of `file` in the error's traceback; if it has none, of the innermost
+    frame; "" if the traceback has no frames. Frames of the import system do not count."""
     frames = traceback.extract_tb(error.__traceback__)
     inner = [one for one in frames if not one.filename.startswith("<frozen") and one.filename not in _IMPORTERS]
     found = [one for one in inner if one.filename == file] or inner
@@ -204,7 +207,7 @@ def where_raised(error: BaseException, file: str = "") -> str:
 
 
 def why_not_called(function: object, name: str, arguments: Sequence[str], further: Sequence[str] = ()) -> str:
-    """Return why a part cannot be called with these arguments; "" if it can.
+    """Return why the part `function` cannot be called with these arguments; "" if it can, or has no signature to tell.
 
     Args:
         name: of the part, for the message.

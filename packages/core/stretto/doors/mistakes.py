@@ -49,9 +49,9 @@ def problems_of(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel
     become one problem.
 
     Args:
-        place: where the settings were given, for messages.
-        errors: of pydantic.
-        kind: model that was validated.
+        place: file or argument in which the settings were given, in front of each key in the problems.
+        errors: of pydantic (`ValidationError.errors`).
+        kind: model class that was validated.
     """
     problems: dict[str, Problem] = {}
     for problem in (_problem(place, details, kind) for details in errors):
@@ -102,7 +102,8 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
 
 
 def _near(details: ErrorDetails) -> str:
-    """Suggest the most similar allowed word for a word that is not allowed; "" if there is none."""
+    """Suggest the most similar allowed word for a text that is none of the allowed ones; "" if none is similar, or the
+    error is another one."""
     if details["type"] != "literal_error" or not isinstance(details["input"], str):
         return ""
     near = nearest(details["input"], _WORD.findall(details["ctx"]["expected"]))
@@ -138,15 +139,15 @@ def _rank(section: str) -> int:
 
 
 def _guessed(section: object, models: Sequence[type[BaseModel]]) -> str:
-    """Hint for a section without its kind: names the kind that has all of the given keys, if there is exactly one."""
+    """Hint for a section without its kind: the kind that has all of the given keys; "" unless exactly one has them."""
     given = set(section) if isinstance(section, dict) else set()
     fitting = [model for model in models if given and given <= set(model.model_fields)]
     return f"; its other keys are those of {_kind(fitting[0])!r}" if len(fitting) == 1 else ""
 
 
 def _a_section(value: object, models: Sequence[type[BaseModel]]) -> str:
-    """Advice for a plain value in place of a section: the allowed kinds or keys, and, for a number, how to write it as
-    a weight."""
+    """Advice for a plain `value` in place of a section: the kinds or keys that `models`, the allowed sections, have;
+    and, for a number in place of a section with a weight, how to write it as one."""
     kinds = [name for name in map(_kind, models) if name]
     keys = [key for key in models[0].model_fields if key != "kind"]
     with_keys = f" with {', '.join(keys)}" if len(keys) <= _MOST_KEYS else ""

@@ -33,8 +33,8 @@ class ConductorGone(Exception):
 
 
 class RoleEnd(Generic[Received]):
-    """The role's end of a channel, blocking. `receive` has no deadline: when the conductor ends, the socket closes and
-    `receive` returns None."""
+    """The role's end of a channel to the conductor; its methods block the calling thread. `receive` has no deadline:
+    when the conductor ends, the socket closes and `receive` returns None."""
 
     def __init__(
         self, descriptor: int, decoder: msgspec.msgpack.Decoder[Received], largest: int = LARGEST_FRAME
@@ -42,7 +42,7 @@ class RoleEnd(Generic[Received]):
         """Take over the role's end of a socket.
 
         Args:
-            descriptor: of the role's socket.
+            descriptor: of the role's socket, inherited from the conductor.
             decoder: of received messages.
             largest: most bytes of a message that the conductor accepts; a larger one is not sent.
         """
@@ -110,8 +110,8 @@ class ConductorEnd(Generic[Received]):
         self._parting: asyncio.Task[None] | None = None
 
     async def open(self, ended: Callable[[], Awaitable[object]]) -> None:
-        """Start reading; call it after the role has received its end. `ended` waits until the role's process has
-        ended.
+        """Close the role's end here and start reading; call it once, after the role's process has inherited its end.
+        `ended` waits until that process has ended.
 
         Raises:
             RoleDied: the channel was closed while the role's process was being started.
@@ -140,6 +140,12 @@ class ConductorEnd(Generic[Received]):
         return self._writer is not None
 
     async def send(self, message: msgspec.Struct) -> None:
+        """Send one message; call it after `open`.
+
+        Raises:
+            DeadlineExceeded: the role did not take the message within 60 seconds.
+            RoleDied: the role closed its end.
+        """
         assert self._writer is not None, "open() comes first"
         try:
             self._writer.write(frame(message))
@@ -153,7 +159,8 @@ class ConductorEnd(Generic[Received]):
 
         Raises:
             DeadlineExceeded: nothing came within `seconds`.
-            RoleDied: the role closed its end.
+            RoleDied: the role closed its end, or has ended.
+            WireError: the message is larger than allowed.
         """
         async with deadline("conductor", f"{self.role} {awaited}", seconds):
             return await self.next()
@@ -162,7 +169,8 @@ class ConductorEnd(Generic[Received]):
         """Wait for the next message without a deadline, and return it. For a task that reads as long as the role runs.
 
         Raises:
-            RoleDied: the role closed its end.
+            RoleDied: the role closed its end, or has ended.
+            WireError: the message is larger than allowed.
         """
         assert self._reader is not None, "open() comes first"
         while not self._bodies:
@@ -176,6 +184,7 @@ class ConductorEnd(Generic[Received]):
         return self._decoder.decode(self._bodies.popleft())
 
     def close(self) -> None:
+        """Close both ends, also before or during `open`; a second call does nothing."""
         self._closed = True
         if self._parting is not None:
             self._parting.cancel()
@@ -190,8 +199,9 @@ _LAST_BYTES = 1 << 16  # of a log
 
 
 def run_role(part: Callable[[], None], tell: Callable[[Failed], None]) -> int:
-    """Run `part`; returns the exit code, 0 also if the conductor is gone. For a StrettoError or OSError, the traceback
-    goes to the role's log, and `tell` is called with the message for the conductor."""
+    """Run `part`, the work of a role's process; returns the process's exit code, 0 also if the conductor is gone. For a
+    StrettoError or OSError, the traceback goes to the role's log, and `tell` is called with the message for the
+    conductor; other exceptions are raised."""
     try:
         part()
     except ConductorGone:
@@ -211,8 +221,8 @@ def _failed(problem: str, exit_code: int, tell: Callable[[Failed], None], *, aga
 
 
 def users_mistake(death: RoleDied) -> RoleFailed | None:
-    """Convert the end of a role with the exit code of a UserError to a RoleFailed. Its message is the text after
-    ``ROLE: `` at the end of the role's log. None for another end, or if the log has no such line."""
+    """Convert the end of a role with exit code 2, that of a UserError, to a RoleFailed. Its message is the text after
+    the last line start ``ROLE: `` in the role's log. None for another end, or if the log has no such line."""
     if death.how != describe_exit(UserError.exit_code):
         return None
     try:

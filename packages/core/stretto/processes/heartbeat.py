@@ -37,15 +37,16 @@ def keep_exit_codes() -> None:
 
 
 def begin_role() -> None:
-    """Set up a role's process: `end_with_conductor`, and heartbeats from a thread. A role started by hand, without
-    `PARENT` and `HEARTBEAT` in its environment, sends no heartbeats and outlives its parent."""
+    """Set up this process as a role: it ends with its parent (`end_with_conductor`), and a thread sends heartbeats. A
+    role started by hand, without `PARENT` and `HEARTBEAT` in its environment, does neither."""
     end_with_conductor()
     send_heartbeats()
 
 
 def end_with_conductor() -> None:
-    """Make this process end with its parent, if a conductor has started it, and its output survive a full disk. A role
-    that sends its heartbeats itself (`own_heartbeat`) calls this in place of `begin_role`."""
+    """Make this process end with its parent, if a conductor has started it, and keep it running when its log cannot be
+    written because the disk is full. A role that sends its heartbeats itself (`own_heartbeat`) calls this in place of
+    `begin_role`."""
     survive_a_full_disk()
     keep_exit_codes()
     if (parent := os.environ.pop(PARENT, None)) is not None:
@@ -53,7 +54,7 @@ def end_with_conductor() -> None:
 
 
 def survive_a_full_disk() -> None:
-    """Replace standard output and error by streams that drop data if the disk is full, instead of raising."""
+    """Replace standard output and error by streams that drop data that cannot be written, instead of raising."""
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(io.BufferedWriter(_Forgiving(number)), encoding="utf-8", errors="replace", line_buffering=True)
         for number in (1, 2)
@@ -90,7 +91,7 @@ class _Forgiving(io.RawIOBase):
 
 
 def send_heartbeats() -> None:
-    """Write one byte a second from a thread, if the role has a pipe for it, until the process ends.
+    """Start a thread that sends one heartbeat a second until the process ends; none if the role has no pipe for it.
 
     A long step does not stop the heartbeats; a stopped process, or an interpreter that is stuck in one call, does.
     """

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 
 
 def end_of(pid: int) -> int:
-    """Open a descriptor that becomes readable when the process ends.
+    """Open a descriptor (pidfd) that becomes readable when the process ends; the caller closes it.
 
     Raises:
         ProcessLookupError: it has ended, and was waited for.
@@ -32,10 +32,11 @@ def end_of(pid: int) -> int:
 
 
 def send_signal(end: int, number: signal.Signals) -> None:
-    """Send a signal to the process of a descriptor from `end_of`.
+    """Send a signal to the process of `end`, a descriptor from `end_of`.
 
     Raises:
-        ProcessLookupError: it has ended.
+        ProcessLookupError: it has ended, and was waited for.
+        OSError: the system lacks pidfd.
     """
     if sys.platform == "linux":
         signal.pidfd_send_signal(end, number)
@@ -44,8 +45,8 @@ def send_signal(end: int, number: signal.Signals) -> None:
 
 
 def has_exited(pid: int) -> bool:
-    """Whether a child has exited; unless the kernel reaps it (SIGCHLD is ignored), it can still be waited for
-    afterwards. Raises OSError where the system cannot say."""
+    """Whether the child `pid` has exited, or was reaped already. The call does not reap it, so that it can still be
+    waited for. Raises OSError where the system cannot say."""
     if sys.platform == "linux":
         try:
             return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
@@ -74,7 +75,7 @@ def end_lease(file: int) -> None:
 
 
 def _tells_of_mappings(path: str | os.PathLike[str], file: int) -> bool:
-    """Whether a lease is refused because of a mapping alone."""
+    """Whether the file system refuses a lease on the file while it is mapped, with no other descriptor open."""
     library = ctypes.CDLL(None)  # Python's own mmap keeps a descriptor
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *(ctypes.c_int,) * 3, ctypes.c_long]
@@ -105,7 +106,7 @@ def _granted(file: int) -> bool:
 
 
 def set_memory(options: Mapping[int, int]) -> None:
-    """Set options of glibc's allocator (mallopt); another C library is left as it is."""
+    """Set options of glibc's allocator (mallopt): value by option number; another C library is left as it is."""
     with contextlib.suppress(AttributeError):
         option = ctypes.CDLL(None).mallopt
         for name, value in options.items():
@@ -113,7 +114,8 @@ def set_memory(options: Mapping[int, int]) -> None:
 
 
 def memory_file(name: str) -> int:
-    """Create a file in memory; its descriptor is closed in programs that this process starts.
+    """Create a file in memory, and return its descriptor, which programs that this process starts do not inherit.
+    `name`: shown in ``/proc`` only.
 
     Raises:
         OSError: there are too many descriptors, or the system lacks memfd.
@@ -127,12 +129,12 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def signal_with_parent(number: signal.Signals) -> None:
-    """Ask for a signal when the parent ends, even if this process hangs at that moment."""
+    """Ask the kernel to send this process the signal `number` when its parent ends, even if it hangs at that moment."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 
 def adopt_descendants() -> None:
-    """Become the parent of descendants whose own parent ends."""
+    """Make this process the parent of its descendants whose own parent ends."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

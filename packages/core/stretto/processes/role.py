@@ -48,6 +48,8 @@ class RoleProcess:
 
         Args:
             name, module: name of the role, and the Python module that it runs.
+            log: file to which its output is appended.
+            spawner: starts the process: as a fresh interpreter, or as a fork.
             environment: further variables of every start.
             hung: seconds without a heartbeat after which the process is killed. The first heartbeat comes once the role
                 has imported its modules; until then only seconds without CPU use count, and at least ten are allowed.
@@ -70,7 +72,7 @@ class RoleProcess:
         inherited: Sequence[int] = (),
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """Start the process.
+        """Start the process; an earlier one must have ended. Returns before the role has imported its modules.
 
         Args:
             threads: of its numeric libraries.
@@ -105,8 +107,8 @@ class RoleProcess:
             self._end = asyncio.create_task(self._watched(self._process, heartbeat), name=f"watch {self.name}")
 
     async def _watched(self, process: RunningProcess, heartbeat: Heartbeat) -> str:
-        """Watch the process until its end; returns how it ended. It is killed if heartbeats stop for too long (`hung`).
-        After its end, processes left in its process group are killed."""
+        """Watch the process until its end; returns how it ended, as "was killed by SIGKILL". It is killed if heartbeats
+        stop for too long (`hung`). After its end, processes left in its process group are killed."""
         end = asyncio.ensure_future(process.wait())
         try:
             while not end.done():
@@ -148,14 +150,14 @@ class RoleProcess:
         return cpu_ticks(self.pid) / os.sysconf("SC_CLK_TCK")
 
     async def ended(self) -> str:
-        """Wait for the end of the process; returns how it ended. No deadline: a healthy role runs as long as the
-        run."""
+        """Wait for the end of the process; returns how it ended, as "was killed by SIGKILL". No deadline: a healthy
+        role runs as long as the run. Call it after `start`, from any number of tasks."""
         assert self._end is not None, "start() comes first"
         return await asyncio.shield(self._end)
 
     async def last_words(self) -> str:
-        """Wait up to 10 seconds for the end of a role that has closed its connection; returns how it ended. A role that
-        still runs is killed."""
+        """Wait up to 10 seconds for the end of a role that has closed its connection; returns how it ended, as "ended
+        with exit code 1". A role that still runs is then killed, and described as going on."""
         try:
             async with deadline("conductor", f"{self.name} to end", _END_SECONDS):
                 return await self.ended()
@@ -164,7 +166,8 @@ class RoleProcess:
             return "closed its connection and went on running"
 
     async def stop(self, grace: float) -> None:
-        """Send SIGTERM, then SIGKILL to the process group after `grace` seconds; returns when the process is gone.
+        """Send SIGTERM, then SIGKILL to the process group after `grace` seconds; returns when the process is gone, at
+        once if none was started or it has ended.
 
         Raises:
             DeadlineExceeded: the kernel does not end it (a disk or a device that does not respond).
@@ -184,7 +187,8 @@ class RoleProcess:
                 await self.ended()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group. The description of the end then guesses at no reason."""
+        """Send SIGKILL to the process group, if the process runs, and return without waiting. The description of the
+        end then guesses at no reason."""
         if self.running:
             self._killed_here = True
             with contextlib.suppress(ProcessLookupError):  # it has ended, and has not been waited for yet
@@ -192,7 +196,8 @@ class RoleProcess:
 
 
 class Heartbeat:
-    """The conductor's end of the pipe for a role's heartbeats (`processes.heartbeat`); `far` is the role's end."""
+    """The conductor's end of the pipe for a role's heartbeats (`processes.heartbeat`); made in its event loop. `far`:
+    descriptor of the role's end, -1 once it is closed here. `heard`: whether any heartbeat has come."""
 
     def __init__(self) -> None:
         self._near, self.far = os.pipe()
@@ -203,14 +208,14 @@ class Heartbeat:
         asyncio.get_running_loop().add_reader(self._near, self._hear)
 
     def silence(self, ticks: int) -> float:
-        """Seconds since the last heartbeat; before the first, seconds since the CPU time `ticks` last changed. Call it
-        twice a second."""
+        """Seconds since the last heartbeat; before the first, seconds since `ticks`, the role's CPU time, last changed.
+        Call it twice a second."""
         moved = self._beat or (not self.heard and ticks != self._ticks)
         self._beat, self._ticks = False, ticks
         return self._stall.poll(moved=moved)
 
     def close_far(self) -> None:
-        """Close the role's end, once the role has inherited it."""
+        """Close this process's copy of the role's end, once the role has inherited it."""
         os.close(self.far)
         self.far = -1
 

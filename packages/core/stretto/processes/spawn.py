@@ -28,10 +28,11 @@ _MOST_LOG_BYTES = 8 << 20  # a longer log is cut to the first half of this
 
 
 class Spawn(Record, frozen=True):
-    """A process to start: ``python -m MODULE SPEC``, with its output in `log`.
+    """A process to start: ``python -m MODULE SPEC``, with its output appended to the file `log` (relative to `folder`).
 
-    `spec` is JSON text. `environment`: variables beside those of every role (`environment(threads)`). `inherited`
-    descriptors keep their numbers. `folder`: its working directory, by default that of the requesting process.
+    `spec` is JSON text. `threads`: of its numeric libraries. `environment`: variables beside those of every role
+    (`environment(threads)`). `inherited` descriptors keep their numbers. `folder`: its working directory, by default
+    that of the requesting process.
     """
 
     module: str
@@ -53,7 +54,7 @@ class RunningProcess(Protocol):
     def returncode(self) -> int | None: ...
 
     async def wait(self) -> int:
-        """Wait for its end; returns the exit code."""
+        """Wait for its end, without a deadline; returns the exit code."""
 
     def terminate(self) -> None:
         """Send SIGTERM.
@@ -67,14 +68,14 @@ class Spawner(Protocol):
     """Starts the processes of roles."""
 
     async def start(self, spawn: Spawn) -> RunningProcess:
-        """Start a process in its own session.
+        """Start a process in its own session, and return without waiting for its work.
 
         Raises:
             OSError: the system has no room for it, or its log cannot be written.
         """
 
     def describe_end(self, process: RunningProcess) -> str:
-        """How a process ended. Example: ``"was killed by SIGTERM"``"""
+        """Say how a process, which has ended, did so. Example: ``"was killed by SIGTERM"``"""
 
 
 class FreshSpawner:
@@ -109,7 +110,8 @@ GUESS = " (out of memory?)"
 
 
 def describe_exit(code: int) -> str:
-    """Exit code in words: ``"was killed by SIGKILL (out of memory?)"``, ``"ended with exit code 3"``."""
+    """Exit code of a process in words: ``"ended with exit code 3"``; for -9, the end by signal 9, ``"was killed by
+    SIGKILL (out of memory?)"``."""
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name
@@ -117,9 +119,8 @@ def describe_exit(code: int) -> str:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Environment variables of a role: those of this process without the run's token, options of glibc's allocator, and
-    `settings`. The thread count is set before torch is imported; idle threads sleep instead of spinning, since other
-    roles need the cores."""
+    """All environment variables of a role: those of this process without the run's token, options of glibc's allocator
+    (the user's win), and `settings(threads)`. The thread count must be set before torch is imported."""
     inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
     memory = ":".join((_LARGE_PAGES, *(f"glibc.malloc.{name}={value}" for name, value in _MEMORY.items())))
     return {_TUNABLES: memory} | inherited | settings(threads)
@@ -133,7 +134,8 @@ def keep_memory() -> None:
 
 
 def settings(threads: int) -> dict[str, str]:
-    """Environment variables of a role that override the user's; they limit numeric libraries to `threads` threads."""
+    """Environment variables of a role that override the user's: numeric libraries use `threads` threads, which sleep
+    when idle, since other roles need the cores; the Hugging Face hub is not asked; Python's output is not buffered."""
     count = str(threads)
     return {
         "OMP_NUM_THREADS": count,
@@ -146,8 +148,8 @@ def settings(threads: int) -> dict[str, str]:
 
 
 def cut_log(log: Path) -> None:
-    """Truncate a log of more than 8 MiB to its first 4 MiB and a note. For roles with user code, whose endless prints
-    could fill the disk."""
+    """Truncate a log of more than 8 MiB to its first 4 MiB and a note; a log that is missing or unwritable is left as
+    it is. For roles with user code, whose endless prints could fill the disk."""
     with contextlib.suppress(OSError):  # an unwritable log is reported at the start of a role
         if log.stat().st_size > _MOST_LOG_BYTES:
             os.truncate(log, _MOST_LOG_BYTES // 2)

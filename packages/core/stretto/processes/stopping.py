@@ -21,7 +21,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal:
-    """Handler of stop signals. Create it inside the running event loop, in the task to cancel on a second signal."""
+    """Handles SIGINT, SIGTERM and SIGHUP: the first requests a stop, a further one cancels the task that created this
+    object. Create it inside the running event loop. Signals that the parent process ignores stay ignored."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -40,17 +41,17 @@ class StopSignal:
 
     @property
     def exit_code(self) -> int:
-        """Exit code as shells count: 0, or 128 + the signal's number."""
+        """Exit code as shells count: 0 if no stop was requested, else 128 + the number of the first signal."""
         return 128 + self._signal if self._signal else 0
 
     def call(self, on_stop: Callable[[], None]) -> None:
-        """Call `on_stop` when a stop is requested; at once if it was already."""
+        """Call `on_stop` once, when a stop is requested; at once if it was already."""
         self._calls.append(on_stop)
         if self.requested:
             on_stop()
 
     async def unless(self, work: Awaitable[T]) -> T | None:
-        """Result of `work`; None, with the work cancelled, if a stop is requested first."""
+        """Await `work` and return its result; None, with the work cancelled, if a stop is requested first."""
         task = asyncio.ensure_future(work)
         stop = asyncio.ensure_future(self._event.wait())
         try:
@@ -74,10 +75,10 @@ class StopSignal:
 def until_cut_short(
     work: Coroutine[Any, Any, T], make_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
 ) -> T:
-    """Run `work` in its own event loop (by default asyncio's); returns its result.
+    """Run `work` in its own event loop; returns its result. `make_loop`: creates the loop; None: asyncio's.
 
     Raises:
-        SystemExit: with 130; a second signal has interrupted it, after cleanup.
+        SystemExit: with 130; `work` was cancelled by a second signal (`StopSignal`) or by Ctrl-C, after its cleanup.
     """
     try:
         with asyncio.Runner(loop_factory=make_loop) as runner:

@@ -52,7 +52,7 @@ class RestartBudget:
         self._in_a_row = 0
 
     def exceeded_by_one_more(self) -> bool:
-        """Count one more death of the role; returns whether the budget is exceeded."""
+        """Count one more death of the role; returns whether it may not be replaced again."""
         now = self._clock()
         self._in_a_row += 1
         if math.isfinite(self._window):
@@ -67,7 +67,7 @@ class RestartBudget:
 
     @property
     def pause(self) -> float:
-        """Seconds to wait before the next start."""
+        """Seconds to wait before the next start, after the deaths counted so far."""
         further = self._in_a_row - 2
         return min(self._longest, self._delay * self._factor**further) if further >= 0 else 0.0
 
@@ -100,12 +100,12 @@ class Supervisor(Generic[T]):
 
         Args:
             start: starts a new process and returns when it serves. It raises RoleDied if the process ended instead,
-                which counts as a death, and leaves no process behind; any other error is raised by this class's
-                methods.
+                which counts as a death, and then leaves no process behind; any other error passes through the methods
+                of this class.
             say: gets one sentence for each replacement.
             log: path of the role's log, for the error.
             wanted: asked before each further start; False: the role's end is raised instead.
-            sleep: pause between two starts; it may return early.
+            sleep: waits as many seconds as it gets, before each further start; it may return early.
         """
         self.name, self.restarts = name, restarts
         self._start, self._say, self._log = start, say, log

@@ -38,7 +38,7 @@ def own_resident_bytes(pid: int | None = None) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Process ids of the children that have not been waited for; none if `pid` itself has ended."""
+    """Process ids of the children of `pid` that have not been waited for; none if `pid` itself has ended."""
     found = list[int]()
     with contextlib.suppress(OSError):  # it has ended meanwhile
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
@@ -47,13 +47,13 @@ def children(pid: int) -> list[int]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Process ids of all descendants: each child, followed by its own descendants."""
+    """Process ids of all descendants of `pid`, without itself: each child, followed by its own descendants."""
     return [below for child in children(pid) for below in (child, *descendants(child))]
 
 
 def kill_marked(mark: str) -> None:
-    """Send SIGKILL to every process that was started with this ``NAME=VALUE`` in its environment, also to orphans.
-    Repeated until none is left, at most 20 times; processes of other users stay."""
+    """Send SIGKILL to every process that was started with `mark`, a ``NAME=VALUE``, in its environment, also to
+    orphans. Repeated until none is left, at most 20 times; processes of other users stay."""
     for _ in range(_SWEEPS):
         found = [pid for pid in map(int, filter(str.isdecimal, os.listdir("/proc"))) if _has(pid, mark.encode())]
         if not found:

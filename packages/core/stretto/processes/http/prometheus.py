@@ -11,7 +11,7 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Metric(NamedTuple):
-    """One metric with its samples: (suffix of the name, labels, value).
+    """One metric with its `meaning` (a help text) and samples: (suffix of the name, labels, value).
 
     Example: ``Metric("requests_total", "counter", "replies by status", [("", (("status", "200"),), 7)])``
     """
@@ -23,7 +23,8 @@ class Metric(NamedTuple):
 
 
 def page_of(metrics: Iterable[Metric]) -> str:
-    """Page of metrics for Prometheus to scrape."""
+    """Write the metrics, in their order, as a page for Prometheus to scrape. NaN stands for a value that is not
+    finite."""
     return "".join(f"{line}\n" for metric in metrics for line in _lines(metric))
 
 

@@ -52,21 +52,22 @@ _REFUSAL = b"\r\n".join(
 
 
 def admit(scope: Scope) -> None:
-    """Mark the connection of this request as no stranger; the application calls it once a request has shown the
-    key."""
+    """Mark the connection of this request as no stranger: the bounds on strangers no longer apply to it. The
+    application calls it once a request has shown the key; a second call, or one under another server, does nothing."""
     if (admitted := scope.get("state", {}).get(_ADMIT)) is not None:
         admitted()
 
 
 def give_way(scope: Scope) -> None:
-    """Mark the connection of this request as the first to be replaced. The application calls it for a wrong secret,
-    before it delays the reply: those who guess take no room from those who know."""
+    """Mark the connection of this request as the first to be replaced when too many strangers are connected. The
+    application calls it for a wrong secret, before it delays the reply: those who guess take no room from those who
+    know. Under another server it does nothing."""
     if (gives_way := scope.get("state", {}).get(_GIVE_WAY)) is not None:
         gives_way()
 
 
 def settings_of(app: ASGIApp, **further: Any) -> uvicorn.Config:
-    """uvicorn settings that all servers share; `further` are added.
+    """uvicorn's configuration for `app`, with the settings that all servers share and `further` ones.
 
     Nothing is logged: an error of a request goes to its client, one that ends the server is raised.
     """
@@ -94,12 +95,12 @@ class _Stranger:
 
     @property
     def busy(self) -> bool:
-        """Whether a complete request has arrived, its reply is not complete, and the caller takes it."""
+        """Whether a complete request has arrived, its reply is not complete, and the caller reads what is sent."""
         cycle = self.protocol.cycle if self.protocol is not None else None
         return cycle is not None and not cycle.more_body and not cycle.response_complete and not self.stalled
 
     def look(self) -> None:
-        """Find out whether the caller takes its reply."""
+        """Set `stalled`: whether the caller has read none of its waiting reply since the last call."""
         if self.protocol is not None and self.protocol.flow is not None:
             unsent = self.protocol.transport.get_write_buffer_size()
             self.stalled = self.protocol.flow.write_paused and unsent >= self.unsent > 0
@@ -107,7 +108,7 @@ class _Stranger:
 
     @property
     def idle_since(self) -> float:
-        """When it was last seen to be busy, or got its last reply."""
+        """When it was last seen to be busy, or got its last reply, in seconds of `time.monotonic`."""
         return self.since if self.protocol is None else max(self.since, self.protocol.answered_at)
 
 
@@ -132,7 +133,7 @@ def _written_now(inner: ASGI3Application) -> ASGI3Application:
 
 
 class _BoundedHeads(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with the bound.
+    """uvicorn's HTTP protocol that refuses heads of more than 64 KiB with status 431, and closes the connection.
 
     While a head comes, its pieces are counted, from the second on: a piece is bounded by the buffer of the transport. A
     head that has come whole is measured, unless its pieces prove that it is short.
@@ -158,7 +159,7 @@ class _BoundedHeads(HttpToolsProtocol):
             self._refuse()
 
     def on_message_begin(self) -> None:
-        """A request begins."""
+        """Start to count the bytes of a request."""
         self._first, self._kept = self._piece, 0
         super().on_message_begin()
 
@@ -224,8 +225,8 @@ class HttpServer(uvicorn.Server):
         """Make a server that does not listen yet.
 
         Args:
-            strangers: most open connections that have not shown the key; a further one replaces the one idle for
-                longest.
+            strangers: most open connections that have not shown the key (`admit`); a further one replaces the one idle
+                for longest.
             patience: seconds after which an idle stranger is disconnected.
             signals: SIGINT and SIGTERM end the server; False: it does not handle them.
         """

@@ -29,7 +29,7 @@ class Gathered:
         self._waiting: list[GatheringTransport] = []
 
     def add(self, transport: GatheringTransport) -> None:
-        """Flush this transport in the next iteration."""
+        """Flush this transport in the next iteration of the event loop. Call it once for each flush."""
         if not self._waiting:
             self._loop.call_soon(self._flush)
         self._waiting.append(transport)
@@ -49,7 +49,8 @@ class GatheringTransport(asyncio.Transport):
         self._parts: list[bytes] = []
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send data after everything that was written before; small data wait for the next iteration."""
+        """Send data after everything that was written before. Data of at most 64 KiB wait for the next iteration of the
+        event loop."""
         if len(data) > _AT_ONCE:
             self.flush()
             self._inner.write(data)
@@ -75,7 +76,7 @@ class GatheringTransport(asyncio.Transport):
         self._inner.abort()
 
     def get_write_buffer_size(self) -> int:
-        """Number of written bytes that are not yet passed to the kernel."""
+        """Number of written bytes, waiting here or in `inner`, that are not yet passed to the kernel."""
         return sum(map(len, self._parts)) + self._inner.get_write_buffer_size()
 
     def is_closing(self) -> bool:
@@ -105,8 +106,8 @@ _FLUSH_SECONDS = 0.001
 
 
 def zero_copy(protocol: HttpToolsProtocol) -> ASGI3Application:
-    """Return the application of a connection, wrapped so that it can send files by the kernel (the extension
-    `ZERO_COPY`). On an encrypted connection the extension is not offered."""
+    """Return the application of the connection `protocol`, wrapped so that it can send files by the kernel: it may send
+    messages of the type `ZERO_COPY` (ASGI's extension). On an encrypted connection the extension is not offered."""
     inner = protocol.app
 
     async def app(scope: Any, receive: Receive, send: Send) -> None:
@@ -128,8 +129,8 @@ def zero_copy(protocol: HttpToolsProtocol) -> ASGI3Application:
 
 
 async def _send_file(transport: asyncio.Transport, file: int, offset: int, count: int) -> None:
-    """Send `count` bytes of a file from `offset` on, after all bytes that were written to the transport before. Raises
-    OSError if the connection is broken or the file is shorter."""
+    """Send `count` bytes of the open descriptor `file` from `offset` on, after all bytes that were written to the
+    transport before. Raises OSError if the connection is broken or the file is shorter."""
     if isinstance(transport, GatheringTransport):
         transport.flush()
     while transport.get_write_buffer_size() and not transport.is_closing():
