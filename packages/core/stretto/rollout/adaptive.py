@@ -84,8 +84,8 @@ class AdaptiveBound(Record, frozen=True):
 
 
 def mismatch(metrics: Mapping[str, float | None]) -> tuple[float, str] | None:
-    """The largest of the metrics relative to their limits (0 to 2; 1 is at the limit), and the metric's name and value
-    as text; None if no metric that has a limit (`MismatchLimit`) was measured.
+    """The largest of the step's metrics relative to their `LIMITS` (0 to 2; 1 is at the limit), and that metric's name
+    and value as text; None if no metric that has a limit was measured.
 
     >>> mismatch({"kl_behavior": 0.025, "effective_samples": 0.95})
     (0.5, 'kl_behavior 0.025')
@@ -103,10 +103,12 @@ def mismatch(metrics: Mapping[str, float | None]) -> tuple[float, str] | None:
 def adapted(
     state: AdaptiveBound, step: int, metrics: Mapping[str, float | None], starved: bool, lowest: int, highest: int
 ) -> AdaptiveBound:
-    """The state after the measurements of `step`. It is unchanged if `step` is not newer than the state's, or if no
-    metric that has a limit was measured.
+    """The state after the measurements of `step`: the smoothed mismatch follows `metrics`, and the bound may be halved
+    or raised. The state is unchanged if `step` is not newer than the state's, or if no metric that has a limit was
+    measured.
 
-    `starved`: no second batch was ready when the step's batch was taken. `lowest`, `highest`: limits of the bound.
+    `starved`: no second batch was ready when the step's batch was taken; only then the bound is raised. `lowest`,
+    `highest`: limits of the bound.
     """
     if step <= state.step or (measured := mismatch(metrics)) is None:
         return state
@@ -187,11 +189,11 @@ def measured(state: AdaptiveInFlight, now: Pressure, ended: int) -> AdaptiveInFl
 
 
 def decided(state: AdaptiveInFlight, engines: int, short: bool, lowest: int, most: int) -> AdaptiveInFlight:
-    """The state with the next limit and an empty window; unchanged while fewer groups than the limit have ended in the
-    window, or without a reading.
+    """Decide on the limit at the end of a window: returns the state with the next limit and an empty window. The state
+    is unchanged while fewer groups than the limit have ended in the window, or without a reading.
 
-    `engines`: number of engines that take groups. `short`: whether this limit alone holds admission back. `lowest`,
-    `most`: smallest and largest number to choose.
+    `engines`: number of engines that take groups. `short`: whether this limit alone holds admission back; only then it
+    is raised. `lowest`, `most`: smallest and largest number to choose.
     """
     if state.ended < state.number or not state.moments:
         return state

@@ -27,7 +27,8 @@ from stretto.rollout.questions import Question, Questions, draw_held_out, draw_t
 
 @dataclass(frozen=True)
 class Chain:
-    """Operands and the signs between them. Example: ``Chain((3, 4, 5), "+-")`` is ``3+4-5``."""
+    """Operands and the signs ("+" or "-") between them; `str` writes it. Example: ``Chain((3, 4, 5), "+-")`` is
+    ``3+4-5``."""
 
     operands: tuple[int, ...]
     signs: str
@@ -49,12 +50,13 @@ def step(value: int, sign: str, operand: int) -> int:
 
 
 def spelled(value: int, signs: str, operands: Sequence[int]) -> str:
-    """Text of a chain that begins with `value`: ``spelled(7, "-+", (5, 7)) == "7-5+7"``."""
+    """Text of a chain of `value` and further operands, a sign before each: ``spelled(7, "-+", (5, 7)) == "7-5+7"``."""
     return str(value) + "".join(f"{sign}{operand}" for sign, operand in zip(signs, operands, strict=True))
 
 
 class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
-    """Chains of arithmetic, with n operands in proportion to ``decay ** n``."""
+    """Settings of a task of synthetic questions: chains of additions and subtractions of digits, such as ``3+4-5+7=``.
+    A chain has n operands with a probability in proportion to ``decay ** n``."""
 
     kind: Literal["arithmetic"]
     operands_min: int = Field(3, ge=2, le=64, description="operands of the shortest chains")
@@ -73,7 +75,8 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
         return self
 
     def questions(self, seed: int) -> Questions:
-        """Generate all questions. Only training questions and demonstrations depend on the seed.
+        """Generate all questions; the demonstrations are generated when they are first used. Only training questions
+        and demonstrations depend on the seed.
 
         Raises:
             DataError: there are fewer than `held_out` distinct held-out questions.
@@ -93,7 +96,7 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
         return [self._question(f"d{row}", chain, self.demonstration(chain, chance)) for row, chain in enumerate(shown)]
 
     def draw(self, chance: random.Random) -> Chain:
-        """Draw one chain whose running values all stay between 0 and 9."""
+        """Draw one chain whose running values all stay between 0 and 9. `chance`: source of random numbers."""
         sizes = range(self.operands_min, self.operands_max + 1)
         (size,) = chance.choices(sizes, [self.decay**n for n in sizes])
         value = chance.randrange(10)
@@ -107,7 +110,8 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
         return Chain(tuple(operands), signs)
 
     def demonstration(self, chain: Chain, chance: random.Random) -> str:
-        """Solution of a chain, step by step. With probability `mistake_rate` one step gets a wrong value."""
+        """Solution of a chain, which writes the remaining chain after each step: "7-5+7=2+7=9" for 3+4-5+7. With
+        probability `mistake_rate`, drawn from `chance`, one step gets a wrong value, from which the chain goes on."""
         wrong_step, wrong = self._mistake(chain, chance) if chance.random() < self.mistake_rate else (0, 0)
         value, left = chain.operands[0], []
         for done in range(1, len(chain.operands)):

@@ -62,14 +62,16 @@ def choose(policy: BeyondBound, facts: QueueState) -> BatchChoice:
 
 
 def train_whatever_is_finished(facts: QueueState) -> BatchChoice:
-    """The paper's rule (section 5.1): take the first B finished groups, however stale; none if fewer are finished."""
+    """The paper's rule (section 5.1): take the first `batch_size` finished groups, however stale; none if fewer are
+    finished."""
     if len(facts.finished) < facts.batch_size:
         return BatchChoice()
     return BatchChoice(groups=tuple(facts.finished[: facts.batch_size]))
 
 
 def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
-    """Take the first B finished groups if all groups left can still be trained within their bounds; otherwise none."""
+    """Take the first `batch_size` finished groups if all groups left can still be trained within their bounds;
+    otherwise no groups, also if fewer are finished."""
     choice = train_whatever_is_finished(facts)
     left = [due(group.admitted_version, group.max_staleness) for group in facts.finished[facts.batch_size :]]
     if choice.groups and can_all_be_trained_in_time([*left, *facts.in_flight], facts):
@@ -78,8 +80,8 @@ def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
 
 
 def mask_what_is_stale(facts: QueueState) -> BatchChoice:
-    """Take the first B finished groups, none if there are fewer; tokens older than the bound of their group are masked
-    out of the loss."""
+    """Take the first `batch_size` finished groups, none if there are fewer; tokens older than the bound of their group
+    are masked out of the loss (`Batch.oldest_of`)."""
     groups = train_whatever_is_finished(facts).groups
     oldest = {group.id: int(max(0, facts.version - group.max_staleness)) for group in groups}
     least = min(oldest.values(), default=0)
@@ -88,8 +90,8 @@ def mask_what_is_stale(facts: QueueState) -> BatchChoice:
 
 
 def expire_what_is_stale(facts: QueueState) -> BatchChoice:
-    """Take the first B finished groups without stale tokens, none if there are fewer; finished groups with stale tokens
-    expire."""
+    """Take the first `batch_size` finished groups without a token beyond the bound, none if there are fewer. All
+    finished groups with such a token expire, also if no batch is taken."""
     fresh: list[Group] = []
     expired: list[Group] = []
     for group in facts.finished:
@@ -107,7 +109,7 @@ POLICIES = {
 
 
 def is_fresh(group: Group, facts: QueueState) -> bool:
-    """Whether no token of the group is staler than the group's bound at `facts.version`."""
+    """Whether every token of the group is within the group's staleness bound at `facts.version`."""
     return facts.version - group.oldest_version <= group.max_staleness
 
 

@@ -92,13 +92,13 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
 
     @property
     def filters(self) -> tuple[str | Section, ...]:
-        """The filters named by `filter`."""
+        """The filters named by `filter`, without "none"; a name, or a section if the filter has numbers."""
         named = self.filter if isinstance(self.filter, tuple) else (self.filter,)
         return tuple(one for one in named if one != "none")
 
     @property
     def staleness_bounds(self) -> tuple[float, float]:
-        """Smallest and largest possible staleness bound; equal if it is fixed."""
+        """Smallest and largest possible staleness bound, in versions; equal if it is fixed, inf without a bound."""
         if self.max_staleness == "auto":
             return self.staleness_min, self.staleness_max
         return self.max_staleness, self.max_staleness
@@ -112,8 +112,8 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
 
 
 def contradictions(config: RolloutConfig, prefix: str = "") -> Iterator[str]:
-    """Yield a sentence for each pair of keys with which no batch is ever formed: what contradicts what, and what helps.
-    `prefix`: stands in front of the keys."""
+    """Yield a sentence for each pair of settings with which no batch is ever formed: what contradicts what, and what
+    helps. `prefix`: stands in front of each key, as "rollout."."""
     if config.group_size == 1 and "zero_variance" in config.filters:
         yield (
             f'{prefix}group_size = 1 and {prefix}filter = "zero_variance" would filter every group; '

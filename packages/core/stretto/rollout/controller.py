@@ -52,7 +52,8 @@ class ControllerState(Record, frozen=True):
 class Ticket(Record, frozen=True):
     """A group in flight: its prompt, version and bound at its admission, and a random seed for each member.
 
-    `order`: running number of the admissions of this process.
+    `order`: running number of the admissions of this process. `draw`: the attempt at the prompt. `max_staleness`: the
+    bound, in versions.
 
     Example::
 
@@ -140,7 +141,7 @@ class Controller:
 
     @property
     def queues(self) -> dict[str, float]:
-        """Numbers of groups in flight and buffered, by name, and the current limit in flight if it is adaptive."""
+        """Numbers of groups ``in_flight`` and ``buffered``, and the current limit, ``max_in_flight``, if it adapts."""
         sizes = {"in_flight": float(self.in_flight), "buffered": float(self.buffered)}
         return sizes | ({} if self._number is None else {"max_in_flight": float(self._number.number)})
 
@@ -232,7 +233,7 @@ class Controller:
         return ControllerState(self._prompts.position(), failures, self._staleness, self._starved, self._number)
 
     def seeds_of(self, group_id: str) -> tuple[int, ...]:
-        """The seed of each completion of a group."""
+        """The seed of each completion of a group, from the run's seed and the group's id."""
         members = range(self.config.group_size)
         return tuple([derive_seed(self._seed, trajectory_id(group_id, member)) for member in members])
 
@@ -249,8 +250,8 @@ class Controller:
 
         Results of a group that is not in flight (duplicate or late) are refused and counted in `refused`.
 
-        Returns the group with all decided trajectories, ordered by member, if it was buffered or filtered; None if it
-        failed or was refused.
+        Returns the group with all decided trajectories, filtered ones too, ordered by member; None if it failed or was
+        refused.
 
         Raises:
             TooManyFailures: more than `max_failures_in_a_row` groups have failed in a row.
@@ -295,14 +296,14 @@ class Controller:
         return Group(ticket.group_id, prompt, version, tuple(trajectories), ticket.max_staleness)
 
     def lose(self, ticket: Ticket, reason: str) -> None:
-        """Fail a group whose engine was lost. Its prompt is tried again, without limit, since the prompt is not the
-        cause."""
+        """Fail a group in flight whose engine was lost. Its prompt is tried again, without limit, since the prompt is
+        not the cause."""
         self._settle_unanswered(ticket, State.FAILED, reason)
         self._end(ticket)
         self._prompts.give_back(ticket.draw)
 
     def fail(self, ticket: Ticket, reason: str) -> None:
-        """Fail a group whose request was refused. Its prompt is tried at most `max_attempts` times in all.
+        """Fail a group in flight whose request was refused. Its prompt is tried at most `max_attempts` times in all.
 
         Raises:
             TooManyFailures: more than `max_failures_in_a_row` groups have failed in a row.

@@ -22,13 +22,14 @@ Compared = Callable[[Group], Iterable[Sequence[float]]]
 
 def truncated(group: Group) -> Mapping[str, str]:
     """Refuse completions cut off at `sampling.max_tokens`: their reward would be noise (DAPO, arXiv 2503.14476, section
-    3.4, overlong filtering)."""
+    3.4, overlong filtering). Returns the reason by trajectory id, as every `Filter`."""
     cut = (t.id for t in group.trajectories if t.stop_reason is StopReason.LENGTH)
     return dict.fromkeys(cut, "cut off at its length")
 
 
 def success_rate(group: Group, low: float, high: float) -> Mapping[str, str]:
-    """Refuse groups with a share of right completions below `low` (too hard) or above `high` (too easy)."""
+    """Refuse all trajectories of a group whose share of right completions is below `low` (too hard) or above `high`
+    (too easy). Returns the reason by trajectory id, as every `Filter`."""
     right = sum(t.verdict.outcome is Outcome.RIGHT for t in group.trajectories)
     rate = right / len(group.trajectories)
     return {} if low <= rate <= high else _all(group, f"{right} of {len(group.trajectories)} completions are right")
@@ -40,16 +41,18 @@ def _of_trajectories(group: Group) -> Iterable[Sequence[float]]:
 
 
 def zero_variance(group: Group, compared: Compared = _of_trajectories) -> Mapping[str, str]:
-    """Refuse groups whose rewards are equal within each list that `compared` returns, by default the one of all
-    trajectories: their advantages and gradient are zero (DAPO, arXiv 2503.14476, dynamic sampling)."""
+    """Refuse all trajectories of a group whose rewards are equal within each list that `compared` returns, by default
+    the one of all trajectories: their advantages and gradient are zero (DAPO, arXiv 2503.14476, dynamic sampling).
+    Returns the reason by trajectory id, as every `Filter`."""
     if any(len(set(rewards)) > 1 for rewards in compared(group)):
         return {}
     return _all(group, f"all rewards are {group.trajectories[0].reward:g}")
 
 
 def filters(config: RolloutConfig, compared: Compared | None = None) -> tuple[Filter, ...]:
-    """The filters of a recipe in their order: first those of single completions, then those of whole groups.
-    `compared`: argument of `zero_variance`; None: its default."""
+    """The filters of a recipe in the order in which they apply: `truncated`, `success_rate`, then those that
+    `rollout.filter` names. `compared`: argument of `zero_variance`; None: its default. Raises RecipeError if a filter
+    cannot be loaded."""
     chosen: list[Filter] = []
     if config.truncated == "filter":
         chosen.append(truncated)
@@ -63,8 +66,8 @@ def filters(config: RolloutConfig, compared: Compared | None = None) -> tuple[Fi
 
 
 def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, str]:
-    """Apply the filters `chosen`; returns the reason of each refused trajectory by id. If fewer than `fewest`
-    trajectories would be left, all are refused."""
+    """Apply the filters `chosen` one after the other; returns the reason of each refused trajectory by id. If a filter
+    refuses some, and fewer than `fewest` trajectories would be left, all are refused."""
     reasons: dict[str, str] = {}
     for refuses in chosen:
         if not (left := _without(group, reasons)).trajectories:

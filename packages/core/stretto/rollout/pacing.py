@@ -22,14 +22,15 @@ Pacing = Callable[[bool, int], bool]
 
 
 class Continuous:
-    """Starts each group as soon as possible."""
+    """Pacing policy that starts each group as soon as equation 3 and `max_in_flight` allow it."""
 
     def opens(self, may_start: bool, in_flight: int) -> bool:
         return may_start
 
 
 class InRounds:
-    """Starts groups in rounds: as many as possible once no group is in flight, then none until all have ended."""
+    """Pacing policy that starts groups in rounds: as many as are allowed once no group is in flight, then none until
+    all have ended."""
 
     def __init__(self) -> None:
         self._opening = True  # the round still admits groups
@@ -40,9 +41,9 @@ class InRounds:
 
 
 def pacing_of(config: RolloutConfig, in_rounds: bool) -> Pacing:
-    """Create the pacing policy of a run; returns its method `opens`. "auto" means "rounds" if the engines work
-    `in_rounds`, else "continuous". The calls of a user's policy are guarded: its errors name the policy
-    (`doors.door.guarded`)."""
+    """Create the pacing policy of a run; returns its method `opens`. "auto" means "rounds" if `in_rounds`, whether the
+    engines start completions together only, else "continuous". A call of a user's policy that fails raises RecipeError,
+    with the policy's name (`doors.door.guarded`), as does a policy that cannot be loaded."""
     chosen = config.pacing if config.pacing != "auto" else "rounds" if in_rounds else "continuous"
     opens: Pacing = PACINGS.bound(chosen)().opens
     name = chosen.kind if isinstance(chosen, Section) else chosen

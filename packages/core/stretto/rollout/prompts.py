@@ -28,9 +28,9 @@ class PromptSource(Record, frozen=True):
 
 
 def shares(sources: Sequence[PromptSource]) -> list[int]:
-    """Number of prompts that each source gives to an epoch, in the order of `sources`. All of its prompts if any source
-    has no weight. Otherwise at least one, in proportion to the weights, and as many as the source that is scarcest for
-    its weight allows.
+    """Number of prompts that each source gives to an epoch, in the order of `sources`. If any source has no weight, all
+    give all their prompts. Otherwise each gives in proportion to its weight, at least one prompt; the source that is
+    scarcest for its weight gives all.
 
     >>> shares([PromptSource("a", 4, 1.0), PromptSource("b", 10, 1.0)])
     [4, 4]
@@ -46,7 +46,8 @@ def shares(sources: Sequence[PromptSource]) -> list[int]:
 
 
 def epoch_order(sources: Sequence[PromptSource], seed: int, epoch: int) -> list[int]:
-    """Indices of an epoch's prompts, in the order in which they are drawn. Prompts are numbered through all sources."""
+    """Indices of an epoch's prompts, in the order in which they are drawn. The prompts of all sources are numbered one
+    after the other, from 0. The same seed and epoch give the same order."""
     order: list[int] = []
     start = 0
     for source, taken in zip(sources, shares(sources), strict=True):
@@ -108,7 +109,9 @@ class Position(Record, frozen=True):
 class PromptStream:
     """Draws every prompt of an epoch once, in the order of `epoch_order`; prompts that were given back come first.
 
-    `rests`: gets a prompt's share of right completions, and returns whether the prompt is left out of the next epoch.
+    `position`: where to go on, from an earlier stream; None: at the beginning. `sources`: consecutive parts of
+    `prompts`; empty: one source. `rests`: gets a prompt's share of right completions, and returns whether the prompt is
+    left out of the next epoch. Raises ValueError if there are no prompts.
 
     >>> stream = PromptStream([Prompt(id=str(i), token_ids=(i,), text="", answer="") for i in range(3)], seed=1)
     >>> first, second = stream.take(), stream.take()
@@ -143,7 +146,7 @@ class PromptStream:
         )
 
     def _bits(self, saved: str = "", named: Sequence[str] = ()) -> bytearray:
-        """A bit for each prompt: those of a saved position, by bits or by name."""
+        """A bit for each prompt, set for those in `saved` (bits in base64) and those `named` by id."""
         bits = bytearray(base64.b64decode(saved).ljust(len(self._prompts) + 7 >> 3, b"\0"))
         for id in named:
             bits[self._places[id] >> 3] |= 1 << (self._places[id] & 7)
@@ -154,7 +157,8 @@ class PromptStream:
         return [at for at in epoch_order(self._sources, self._seed, epoch) if not bits[at >> 3] >> (at & 7) & 1]
 
     def take(self) -> Draw:
-        """Return the next draw and advance the stream."""
+        """Return the next draw and advance the stream: the draw that was given back first, else the next prompt of the
+        epoch. After its last prompt the next epoch begins."""
         if self._given_back:
             return self._given_back.popleft()
         if self._index == len(self._order):
@@ -180,8 +184,8 @@ class PromptStream:
             self._rest_next[place >> 3] |= 1 << (place & 7)
 
     def named(self, group_id: str, failures: int = 0) -> Draw:
-        """Make the draw of a group id, ``epoch.prompt.attempt``. `failures`: number of its earlier attempts that
-        failed, which the id does not tell.
+        """Make the draw of a group id, ``epoch.prompt.attempt``; the stream does not advance. `failures`: number of its
+        earlier attempts that failed, which the id does not tell. Raises KeyError if no prompt has the id.
 
         >>> stream = PromptStream([Prompt(id="a.b", token_ids=(1,), text="", answer="")], seed=1)
         >>> stream.named("3.a.b.2").attempt

@@ -57,7 +57,8 @@ class Questions:
     """A task's questions. Held-out questions are for evaluation only: neither the warm start nor the run trains on
     them.
 
-    `demonstrate` is called at the first use of `demonstrations`, because a resumed run needs none.
+    `demonstrate` returns the demonstrations; it is called at the first use of `demonstrations`, because a resumed run
+    needs none.
     """
 
     training: Sequence[Question]
@@ -68,7 +69,7 @@ class Questions:
 
     @cached_property
     def demonstrations(self) -> Sequence[Question]:
-        """Questions with worked solutions, for a warm start."""
+        """Questions whose `demonstration` a warm start teaches; empty if the task has none."""
         return self.demonstrate()
 
 
@@ -107,7 +108,8 @@ Drawn = TypeVar("Drawn")  # str(drawn) is the text of its question
 
 
 def draw_training(draw: Callable[[random.Random], Drawn], count: int, seed: int) -> list[Drawn]:
-    """Draw `count` training questions with `draw`; a question may occur more than once."""
+    """Draw `count` training questions; a question may occur more than once, but none is held out (`is_held_out`).
+    `draw`: makes a question from a generator of random numbers, here one seeded with `seed`."""
     chance = random.Random(seed)
     drawn: list[Drawn] = []
     while len(drawn) < count:
@@ -117,7 +119,8 @@ def draw_training(draw: Callable[[random.Random], Drawn], count: int, seed: int)
 
 
 def draw_held_out(draw: Callable[[random.Random], Drawn], count: int, larger: str) -> list[Drawn]:
-    """Draw `count` distinct held-out questions, the same in every run. `larger`: setting to increase, for the error.
+    """Draw `count` distinct held-out questions with `draw`, the same in every run. `larger`: key of the recipe to
+    increase, for the error.
 
     Raises:
         DataError: fewer than `count` are found before 50,000 draws in a row find no new one.

@@ -22,7 +22,8 @@ GroupWorkflow = Callable[[Ticket], Awaitable[Sequence[Trajectory]]]
 
 @dataclass(frozen=True)
 class SingleTurn:
-    """Samples one completion for each member of a group and judges them together when the last has ended.
+    """The `GroupWorkflow` of a run without workflows: samples one completion for each member of a group and judges them
+    together when the last has ended. Errors of `generate` and `score` are raised unchanged.
 
     One request asks for all members, so that a group of eight costs the conductor one message.
 
@@ -45,9 +46,10 @@ class SingleTurn:
 async def judge(
     group_id: str, prompt: Prompt, completions: Sequence[Completion], score: Score, detokenize: Detokenize
 ) -> list[Trajectory]:
-    """Judge single-turn completions of one prompt together; returns their trajectories.
+    """Judge single-turn completions of one prompt together; returns their trajectories, in the same order.
 
-    If the prompt opens a thought, its opening mark is put before each text that the reward gets.
+    If the prompt opens a thought, its opening mark is put before each text that `score` gets; the trajectories' texts
+    are without it.
     """
     texts = [detokenize(completion.token_ids) for completion in completions]
     verdicts = await score(prompt.text, [with_opening(text, prompt.opens) for text in texts], prompt.answer)

@@ -57,12 +57,13 @@ def kind_of(data: str) -> str:
 
 
 def is_local(data: str, folder: Path) -> bool:
-    """Whether `data` is a local file or folder (exists in `folder`, or looks like a path), not a name of the hub."""
+    """Whether `data` is a local file or folder (it exists in `folder`, looks like a path, or has a suffix of `FILES`),
+    not a name of the Hugging Face hub."""
     return kind_of(data) in FILES or data.startswith(("/", "./", "../", "~")) or (folder / data).exists()
 
 
 class JsonlTask(BaseModel, extra="forbid", frozen=True):
-    """Questions and gold answers from a file."""
+    """Settings of a task with questions and gold answers from a JSONL file."""
 
     kind: Literal["jsonl"]
     file: str = Field(description="JSONL file, relative to the recipe's folder")
@@ -91,7 +92,7 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
 
 
 class ProgramsTask(BaseModel, extra="forbid", frozen=True):
-    """Small programs, in which each number of steps is equally likely."""
+    """Settings of a task of synthetic questions that ask for small programs; each number of steps is equally likely."""
 
     kind: Literal["programs"]
     steps_min: int = Field(2, ge=1, le=16, description="steps of the shortest programs")
@@ -113,7 +114,7 @@ class ProgramsTask(BaseModel, extra="forbid", frozen=True):
 
         Raises:
             DataError: there are fewer than `held_out` distinct held-out questions.
-            RecipeError: the package that makes them is not installed.
+            RecipeError: the package stretto-workflows, which makes them, is not installed.
         """
         found: Questions = from_package(f"{_DATA}.programs:questions", "task.kind")(self, seed)
         return found

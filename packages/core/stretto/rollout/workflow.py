@@ -46,7 +46,8 @@ class WorkflowConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
 
 
 class WorkflowReady(Record, frozen=True, tag=True):
-    """Message that the workflow is loaded, with its requirements (attributes of `Workflow`)."""
+    """Message of a worker process: the workflow is loaded. `needs_chat_template`: the reason why it does not work with
+    plain-text prompts; "" if it does. `words`: fixed texts that it sends to the model."""
 
     needs_chat_template: str = ""
     words: tuple[str, ...] = ()
@@ -65,5 +66,5 @@ class QuestionDetails:
     chats: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]] = field(default_factory=dict)
 
     def is_chat(self, prompt: Prompt) -> bool:
-        """Whether the prompt was rendered by the chat template."""
+        """Whether the question of this prompt is a chat, which the chat template has rendered."""
         return (prompt.id, prompt.text, prompt.answer) in self.chats

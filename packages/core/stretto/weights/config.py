@@ -45,7 +45,8 @@ class ChosenMedium:
 
 
 def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
-    """The medium that the recipe asks for; for "auto" shared memory, or http if engines are elsewhere.
+    """Choose the medium that the recipe asks for; for "auto" shared memory, or http if engines are elsewhere. The
+    result says why.
 
     Raises:
         RecipeError: the recipe asks for shared_memory although engines are elsewhere, for http although none are, or

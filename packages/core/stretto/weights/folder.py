@@ -33,7 +33,7 @@ _OWNED = "owned"
 
 
 def shared_folder(needed: int, fallback: Path) -> Path:
-    """The machine's shared memory if it has room for four versions, else `fallback`.
+    """The folder /dev/shm if it is writable and has room for four versions, else `fallback`.
 
     `needed`: bytes of one version. Containers often have only 64 MiB of shared memory.
     """
@@ -43,8 +43,9 @@ def shared_folder(needed: int, fallback: Path) -> Path:
 
 
 def own(run: str, folder: Path) -> int:
-    """Mark the files of `run` in `folder` as in use, by a lock file that is created if needed; returns the lock's file
-    descriptor. The kernel releases the lock when this process ends."""
+    """Mark the files of `run` in `folder` as in use, by a lock on a file that is created if needed; waits if another
+    process holds the lock. Returns the lock's file descriptor, to keep open; the kernel releases the lock when this
+    process ends."""
     path = folder / f"{prefix(run)}{_OWNED}"
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -56,7 +57,8 @@ def own(run: str, folder: Path) -> int:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Unlink the files of killed runs in `folder`, except those of other users and of running ones."""
+    """Unlink the files of killed runs in `folder`: of those that have a lock file (`own`) which nobody holds. Files of
+    other users stay."""
     for path in folder.glob(f"stretto-*-v{_OWNED}"):
         with contextlib.suppress(OSError), path.open("rb") as held:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,7 +71,7 @@ def remove(run: str, folder: Path) -> int:
 
 
 def held(run: str, folder: Path, holder: str) -> Path:
-    """Path prefix of the files by which `holder` keeps versions alive (`SharedMemorySubscriber.hold`)."""
+    """Path without its ending of the files by which `holder` keeps versions alive (`SharedMemorySubscriber.hold`)."""
     return folder / f"{prefix(run)}{holder}-"
 
 
@@ -79,7 +81,7 @@ def release(run: str, folder: Path, holder: str) -> int:
 
 
 def prefix(run: str) -> str:
-    """File name prefix of a run.
+    """Beginning of the names of all files of a run.
 
     Raises:
         ValueError: the run name has characters by which its files could be taken for another run's.
@@ -95,7 +97,7 @@ def path_of(run: str, folder: Path, version: int) -> Path:
 
 
 def versions(run: str, folder: Path) -> list[tuple[int, Path]]:
-    """All complete publications as (version, file), oldest first."""
+    """All complete publications of the run in `folder`, as (version, file), oldest first."""
     begin = prefix(run)
     files = ((path.stem.removeprefix(begin), path) for path in folder.glob(f"{begin}*.weights"))
     return sorted((int(number), path) for number, path in files if number.isdecimal())
@@ -113,7 +115,7 @@ def write_all(file: FileIO, data: memoryview) -> None:
 
 
 def private_file(path: Path) -> FileIO:
-    """Create a file that only its owner may read; its writes are not buffered.
+    """Create a file that only its owner may read, and open it for unbuffered writing.
 
     Raises:
         FileExistsError: something has this name.
@@ -124,7 +126,8 @@ def private_file(path: Path) -> FileIO:
 
 
 def map_file(path: Path) -> memoryview:
-    """Map a file into memory. Writes to the mapping are private and do not reach the file.
+    """Map a whole file into memory; it stays mapped as long as the result is used. Writes to the mapping are private
+    and do not reach the file.
 
     Raises:
         TornPublication: the file is empty.
@@ -139,7 +142,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def unlink(paths: Iterable[Path]) -> int:
-    """Unlink the paths; returns their number."""
+    """Unlink the paths; returns how many paths were given. Files that are missing already count too."""
     files = list(paths)
     for path in files:
         path.unlink(missing_ok=True)
@@ -180,7 +183,8 @@ def cut(file: FileIO, size: int) -> None:
 
 
 def _reused(spare: Path, path: Path) -> FileIO | None:
-    """Rename the spare to `path` and open it; None, and no file, if there is none or somebody may still read it."""
+    """Rename the file `spare` to `path` and open it for writing, with a lease; None, and neither file, if there is none
+    or somebody may still read it."""
     with contextlib.suppress(FileNotFoundError):
         spare.rename(path)
         with contextlib.suppress(OSError), contextlib.ExitStack() as undo:  # it is a link that somebody put there

@@ -37,7 +37,8 @@ _BLOCK = 1 << 22  # words that are summed at once
 
 
 def sums(tensor: Tensor) -> Tensor:
-    """The plain and the placed sum of a tensor's bits: [2] int64, on the tensor's device."""
+    """Two sums of a tensor's bits, as words of up to 8 bytes: of the words, and of each word times its position (from
+    1), both modulo 2^64. Returns [2] int64 on the tensor's device."""
     flat, size = tensor.detach().contiguous().reshape(-1), tensor.nbytes
     width = next(width for width in _WORDS if size % width == 0 and width >= tensor.element_size())
     if flat.storage_offset() * flat.element_size() % width:
@@ -51,13 +52,13 @@ def sums(tensor: Tensor) -> Tensor:
 
 
 def as_text(pair: Tensor) -> str:
-    """Format the two sums (a result of `sums`) as 32 hexadecimal digits."""
+    """Format `pair`, a result of `sums`, as 32 hexadecimal digits."""
     return "".join(f"{number % (1 << 64):016x}" for number in pair.tolist())
 
 
 def texts(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """The sums of each tensor as 32 hexadecimal digits, by name. All sums leave the device in one copy. Empty for no
-    tensors."""
+    """The two `sums` of each tensor as 32 hexadecimal digits, by name; empty for no tensors. The tensors are on one
+    device, which all sums leave in one copy."""
     if not tensors:
         return {}
     return dict(zip(tensors, map(as_text, torch.stack([sums(one) for one in tensors.values()]).cpu()), strict=True))
@@ -76,9 +77,9 @@ class Copies:
 
 
 def copied(whole: Iterable[tuple[str, Tensor]], forms: Mapping[str, torch.dtype], device: torch.device) -> Copies:
-    """Copy (name, tensor) pairs to host memory. `whole` yields the pairs, and is advanced only when the previous tensor
-    has been copied or its copy is queued. `forms`: dtype of each copy by name. `device`: device of the parameters; on
-    CUDA the copies are made on a stream of their own."""
+    """Copy (name, tensor) pairs to host memory; on CUDA the copies are only queued, on a stream of their own
+    (`copied_beside`). `whole` yields the pairs, and is advanced only when the previous tensor has been copied or its
+    copy is queued. `forms`: dtype of each copy by name. `device`: device of the parameters."""
     if device.type == "cuda":
         return copied_beside(whole, forms, device)
     return Copies({name: torch.empty(one.shape, dtype=forms[name]).copy_(one) for name, one in whole})
@@ -128,7 +129,7 @@ Gather = Callable[[str, Tensor, torch.dtype], Tensor]
 
 
 def as_it_is(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The `Gather` for tensors that are not sharded: only convert the dtype."""
+    """The `Gather` for tensors that are not sharded: returns the tensor in this dtype."""
     return tensor.to(dtype)
 
 

@@ -64,7 +64,8 @@ class _Metadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class WeightsManifest:
-    """Decoded header of a publication. `checksums` are in the order of `tensors`.
+    """Decoded header of a publication: its version, its tensors by name, and the checksum of each, in the order of
+    `tensors`.
 
     `seal`: checksum of the header, which contains the checksums of all tensors; publications with equal seals are
     equal.
@@ -82,8 +83,8 @@ class WeightsManifest:
 
 
 def header(manifest: WeightsManifest) -> bytes:
-    """Encode a manifest: all bytes of the file before the first tensor. Their number does not depend on the
-    checksums."""
+    """Encode a manifest: all bytes of the file before the first tensor, with their own checksum (`seal` is ignored).
+    Their number does not depend on the checksums."""
     metadata = _Metadata(version=str(manifest.version), checksums="".join(manifest.checksums))
     sealed = msgspec.structs.replace(metadata, header=checksum(_encoded(manifest, metadata)))
     return _encoded(manifest, sealed)
