@@ -133,8 +133,9 @@ class RunProcess:
             self._process.wait()
 
     def stop(self, patience: float) -> None:
-        """Stop the process: request a stop; after `patience` seconds, or on Ctrl-C, request it again, for an immediate
-        stop; after 30 seconds more, kill it. The roles end with the process. Ctrl-C is raised at the end."""
+        """Stop the process, and wait for its end: request a stop by SIGTERM; after `patience` seconds, or on Ctrl-C,
+        request it again, for an immediate stop; after 30 seconds more, kill it. The roles end with the process. Ctrl-C
+        is raised at the end."""
         self._process.terminate()
         interrupt: KeyboardInterrupt | None = None
         try:

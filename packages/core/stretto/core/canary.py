@@ -135,7 +135,8 @@ class Canary(Record, frozen=True):
     routed: bool = False
 
     def unit(self, dtype: str) -> float:
-        """Expected rounding error (nats per token) of an engine that computes in `dtype`."""
+        """Unit of rounding: expected mean difference (nats per token) of the text's log-probabilities between the
+        trainer and an engine that computes in `dtype`, if both have the same weights."""
         coarse = coarser(dtype, self.dtype)
         jumps = _jumps(coarse, routed=self.routed)
         roundoff = _ROUTED * _ROUNDOFF["bfloat16"] if jumps else _ROUNDOFF[coarse]
@@ -269,8 +270,8 @@ def agreement(engine: str, pairs: Collection[tuple[float, float]]) -> Agreement:
 
 
 class MakeTolerance(Record, frozen=True):
-    """Tolerance of a make of engine in rounding units (`allowed`), fixed at its first proof, and the distance that was
-    `measured` then."""
+    """Tolerance of a make of engine (`allowed`), fixed at its first proof, and the distance that was `measured` then;
+    both in units of rounding (`Proof.units`)."""
 
     make: str
     measured: float
@@ -287,7 +288,8 @@ class Proven(Record, frozen=True):
 class CanaryRecord(Record, frozen=True):
     """State of the canaries, saved in the ledger. `since`: first version with a canary (0, except in runs begun by an
     older stretto). `token_ids`: the text. `tolerances`: by make. `proven`: versions by engine. `newest` and `worst`:
-    each engine's newest proof, and its proof with the largest share of its tolerance."""
+    each engine's newest proof, and its proof with the largest share of its tolerance. `refused`: number of failed
+    proofs."""
 
     since: int = 0
     token_ids: tuple[int, ...] = ()
@@ -295,7 +297,7 @@ class CanaryRecord(Record, frozen=True):
     proven: tuple[Proven, ...] = ()
     newest: tuple[Proof, ...] = ()
     worst: tuple[Proof, ...] = ()
-    refused: int = 0  # number of failed proofs
+    refused: int = 0
 
 
 #: Ledger key of the `CanaryRecord`.

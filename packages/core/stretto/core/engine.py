@@ -77,7 +77,8 @@ Generate = Callable[[*tuple[GenerateRequest, ...]], AsyncIterator[Completion]]
 
 
 class Engine(Protocol):
-    """Client of one engine. Calls may overlap, and each has its own deadline."""
+    """Client of one engine. Calls may overlap, and each has its own deadline, after which it raises DeadlineExceeded.
+    If the engine cannot be reached, they raise EngineLost."""
 
     def generate(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Sample all completions, one per seed of every request, and yield each as it ends. Leaving the iteration early

@@ -175,8 +175,8 @@ def on_gpus(ids: Sequence[str]) -> dict[str, str]:
 
 
 def cache_folder() -> Path:
-    """Folder for built models, warm starts and measured kernels, shared by runs: ``$STRETTO_CACHE``, else the user's
-    cache.
+    """Folder for built models, warm starts and measured kernels, shared by runs: ``$STRETTO_CACHE``, else ``stretto``
+    in the user's cache. It may not exist yet.
 
     Raises:
         UserError: none of them is known: the user has no home folder.

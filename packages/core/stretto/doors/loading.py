@@ -226,7 +226,7 @@ def why_not_called(function: object, name: str, arguments: Sequence[str], furthe
 
 
 def is_generator(function: Callable[..., object]) -> bool:
-    """Whether the function, or the `__call__` method of the object, is a generator function."""
+    """Whether the function, or the `__call__` method of the object, is a generator function, asynchronous or not."""
     # Of the type: a call does not run an attribute of the instance.
     call = getattr(type(function), "__call__", None)  # noqa: B004
     kinds = (inspect.isasyncgenfunction, inspect.isgeneratorfunction)

@@ -55,8 +55,7 @@ def spelled(value: int, signs: str, operands: Sequence[int]) -> str:
 
 
 class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
-    """Settings of a task of synthetic questions: chains of additions and subtractions of digits, such as ``3+4-5+7=``.
-    A chain has n operands with a probability in proportion to ``decay ** n``."""
+    """Chains of arithmetic, with n operands in proportion to ``decay ** n``."""
 
     kind: Literal["arithmetic"]
     operands_min: int = Field(3, ge=2, le=64, description="operands of the shortest chains")

@@ -19,7 +19,7 @@ class Question:
     `demonstration`: completion that a warm start teaches; None: none. `messages`: the prompt as a chat, which the
     tokenizer's chat template renders in place of `text`; empty for a plain text. `as_chat`: a chat that replaces `text`
     only if the tokenizer has a chat template. `template_arguments`: arguments of the template, (name, value). `place`:
-    FILE:LINE of the row, for errors; "": it is from no file.
+    FILE:LINE of the row, for errors; "": it is from no file. `fields`: the row's other fields, as a JSON object.
 
     Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
     """
@@ -30,7 +30,7 @@ class Question:
     demonstration: str | None = None
     messages: tuple[dict[str, str], ...] = ()
     place: str = ""
-    fields: str = ""  # the row's other fields, as a JSON object
+    fields: str = ""
     as_chat: tuple[dict[str, str], ...] = ()
     template_arguments: tuple[tuple[str, object], ...] = ()
     source: str = ""  # the name of the source that it is from, in a task of several

@@ -63,7 +63,7 @@ def is_local(data: str, folder: Path) -> bool:
 
 
 class JsonlTask(BaseModel, extra="forbid", frozen=True):
-    """Settings of a task with questions and gold answers from a JSONL file."""
+    """Questions and gold answers from a file."""
 
     kind: Literal["jsonl"]
     file: str = Field(description="JSONL file, relative to the recipe's folder")
@@ -92,7 +92,7 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
 
 
 class ProgramsTask(BaseModel, extra="forbid", frozen=True):
-    """Settings of a task of synthetic questions that ask for small programs; each number of steps is equally likely."""
+    """Small programs, in which each number of steps is equally likely."""
 
     kind: Literal["programs"]
     steps_min: int = Field(2, ge=1, le=16, description="steps of the shortest programs")

@@ -59,7 +59,7 @@ class QuestionDetails:
 
     Attributes:
         fields: further fields of each row (JSON object), by id, prompt text and gold answer (`Question.key`).
-        chats: messages of questions that are chats, by the same.
+        chats: messages of questions that are chats, by the same three texts.
     """
 
     fields: Mapping[tuple[str, str, str], str] = field(default_factory=dict)

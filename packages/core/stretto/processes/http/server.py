@@ -78,6 +78,8 @@ def settings_of(app: ASGIApp, **further: Any) -> uvicorn.Config:
 
 @dataclass(eq=False)
 class _Stranger:
+    """A connection that has not shown the key."""
+
     connection: socket.socket
     since: float = field(default_factory=time.monotonic)  # when it was last seen to be busy
     protocol: _Protocol | None = None  # None until the TLS handshake is done
@@ -113,8 +115,9 @@ class _Stranger:
 
 
 def _write_now(cycle: RequestResponseCycle, part: Callable[[], bytes]) -> bool:
-    """Write the bytes that `part` makes as one chunk of a reply. Returns False, without calling `part`, if the write
-    would have to wait, the reply or its connection has ended, or the reply is not chunked."""
+    """Write the bytes that `part` makes, if any, as one chunk of a reply, and return True. Returns False, without
+    calling `part`, if the write would have to wait, the reply or its connection has ended, or the reply is not
+    chunked."""
     if cycle.flow.write_paused or cycle.disconnected or cycle.response_complete or not cycle.chunked_encoding:
         return False
     if body := part():
