@@ -52,38 +52,23 @@ def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
         RecipeError: the recipe asks for shared_memory although engines are elsewhere, for http although none are, or
             for broadcast to other engines than SGLang servers on this machine.
     """
+    found, remedy = "", 'use "auto"'
     if config.medium == "shared_memory" and route.elsewhere:
-        raise RecipeError(
-            [
-                Problem(
-                    "weights.medium",
-                    '"shared_memory" does not reach engines on other machines',
-                    'use "http", or "auto"',
-                )
-            ]
-        )
-    if config.medium == "http" and not route.elsewhere:
-        raise RecipeError(
-            [
-                Problem(
-                    "weights.medium",
-                    '"http", and all engines are on the machine of the run, where they map the trainer\'s file',
-                    'give cluster.listen, for machines that join, or use "auto"',
-                )
-            ]
-        )
-    if config.medium == "broadcast" and (why := _no_broadcast(route)):
-        raise RecipeError([Problem("weights.medium", f'"broadcast", and {why}', 'use "auto"')])
+        found, remedy = '"shared_memory" does not reach engines on other machines', 'use "http", or "auto"'
+    elif config.medium == "http" and not route.elsewhere:
+        found = '"http", and all engines are on the machine of the run, where they map the trainer\'s file'
+        remedy = 'give cluster.listen, for machines that join, or use "auto"'
+    elif config.medium == "broadcast" and (why := _no_broadcast(route)):
+        found = f'"broadcast", and {why}'
+    if found:
+        raise RecipeError([Problem("weights.medium", found, remedy)])
     if config.medium != "auto":
         return ChosenMedium(config.medium, "the recipe asks for it")
-    if not route.elsewhere:
-        return ChosenMedium(
-            "shared_memory", "all engines are on the trainer's machine and map the file that it has written"
-        )
-    return ChosenMedium(
-        "http",
-        "engines on other machines may come and go: each machine pulls a version once, and verifies every byte",
-    )
+    if route.elsewhere:
+        come_and_go = "engines on other machines may come and go"
+        return ChosenMedium("http", f"{come_and_go}: each machine pulls a version once, and verifies every byte")
+    same = "all engines are on the trainer's machine and map the file that it has written"
+    return ChosenMedium("shared_memory", same)
 
 
 def _no_broadcast(route: Route) -> str:
