@@ -65,11 +65,7 @@ async def standstill(
 ) -> AsyncIterator[None]:
     """Context manager: raise DeadlineExceeded after `seconds` of waiting for `awaited` (named with `owner` in the
     error); the time restarts whenever the value returned by `progress` changes. `progress` is called six times per
-    `seconds`; a returned None is ignored. After an error in `progress` the time no longer restarts.
-
-    Raises:
-        DeadlineExceeded: no change for `seconds`.
-    """
+    `seconds`; a returned None is ignored. After an error in `progress` the time no longer restarts."""
     async with deadline(owner, awaited, seconds) as scope:
         watch = asyncio.ensure_future(_put_off(scope, seconds, progress))
         try:
@@ -145,11 +141,8 @@ class Watchdog:
         self._stall = StallTimer(_LONGEST_POLL)
 
     def check(self) -> None:
-        """Compare progress with that of the last call. Call it every second.
-
-        Raises:
-            NothingMoves: no progress for as many seconds as the watchdog allows.
-        """
+        """Compare progress with that of the last call. Call it every second. Raises NothingMoves after as many seconds
+        without progress as the watchdog allows."""
         before, self._before = self._before, self._progress()
         waits = open_waits()
         moved = self._before != before or any(wait.works() for wait in waits)

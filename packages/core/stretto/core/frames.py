@@ -33,11 +33,7 @@ Moment = Annotated[float, msgspec.Meta(ge=-1e10, le=1e10)]
 
 
 def frame(message: object) -> bytearray:
-    """Encode one message as a frame.
-
-    Raises:
-        WireError: the message has 4 GiB or more.
-    """
+    """Encode one message as a frame. Raises WireError if the message has 4 GiB or more."""
     body = bytearray(LENGTH.size)
     _ENCODER.encode_into(message, body, LENGTH.size)
     if (size := len(body) - LENGTH.size) > LARGEST_BATCH:
@@ -60,11 +56,7 @@ class Unframer:
 
     def feed(self, data: bytes | bytearray) -> list[bytes]:
         """Feed received bytes; returns the bodies of the frames that are now complete; an incomplete frame is kept for
-        the next call.
-
-        Raises:
-            WireError: a frame is longer than allowed.
-        """
+        the next call. Raises WireError if a frame is longer than allowed."""
         if self._rest:
             self._rest += data
             if len(self._rest) < self._wanted:  # a large frame comes in many pieces

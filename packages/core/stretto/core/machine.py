@@ -176,11 +176,7 @@ def on_gpus(ids: Sequence[str]) -> dict[str, str]:
 
 def cache_folder() -> Path:
     """Folder for built models, warm starts and measured kernels, shared by runs: ``$STRETTO_CACHE``, else ``stretto``
-    in the user's cache. It may not exist yet.
-
-    Raises:
-        UserError: none of them is known: the user has no home folder.
-    """
+    in the user's cache. It may not exist yet. Raises UserError if neither is known, for a user without a home."""
     root = os.environ.get("STRETTO_CACHE")
     if root:
         return Path(root)
@@ -283,10 +279,8 @@ def place(there: Sequence[Gpu], needs: Sequence[Need]) -> tuple[Seat, ...]:
     Needs that are `apart` come first, on GPUs of the same name and memory if there are enough. The others follow, the
     largest first. For each, GPUs with enough memory left are preferred, then GPUs with the fewest roles, then GPUs with
     the most memory left; a role that fits nowhere is seated all the same. Roles that share a GPU split its memory in
-    proportion to their needs.
-
-    Raises:
-        ValueError: there are fewer GPUs than one role needs, or fewer than roles that are `apart`.
+    proportion to their needs. Raises ValueError if there are fewer GPUs than one role needs, or fewer than roles that
+    are `apart`.
     """
     apart = [at for at, need in enumerate(needs) if need.apart]
     if len(apart) > len(there) or any(need.gpus > len(there) for need in needs):

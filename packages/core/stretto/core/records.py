@@ -404,11 +404,8 @@ class Trajectory(Record, frozen=True):
 
     @property
     def reward(self) -> float:
-        """The reward of a decided trajectory.
-
-        Raises:
-            ValueError: the verdict is undecided; such a trajectory should have been failed.
-        """
+        """The reward of a decided trajectory. Raises ValueError if the verdict is undecided; such a trajectory should
+        have been failed."""
         if self.verdict.reward is None:
             raise ValueError(f"trajectory {self.id} is undecided ({self.verdict.reason}) and has no reward")
         return self.verdict.reward

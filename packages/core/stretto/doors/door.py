@@ -79,21 +79,14 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
     @classmethod
     def fields_of(cls, part: Part) -> dict[str, Any]:
         """Return the fields of a part's section beside `kind`: (type, default) by name, for pydantic's `create_model`.
-        These are its numbers (`numbers_of`); a subclass may add fields.
-
-        Raises:
-            ValueError: a field cannot be written in a recipe; says why.
-        """
+        These are its numbers (`numbers_of`); a subclass may add fields. Raises ValueError, which says why, if a field
+        cannot be written in a recipe."""
         return cls.numbers_of(part)
 
     @classmethod
     def numbers_of(cls, part: Part) -> dict[str, Any]:
         """Return the keyword-only parameters of a part as fields: (type, default) by name; a default of ``...`` means
-        that the recipe must give a value.
-
-        Raises:
-            ValueError: a parameter cannot be written in a recipe; says why.
-        """
+        that the recipe must give a value. Raises ValueError, with the reason, if one cannot be written in a recipe."""
         parameters = _by_name(part)
         used = {*cls.model_fields, *cls.__class_vars__, *dir(cls)}
         if taken := [name for name in parameters if name in used or name.startswith("_")]:
@@ -194,12 +187,8 @@ class Door(Generic[Kind]):
         return self.model(kind)(kind=kind, **numbers)
 
     def load(self, name: str) -> Part:
-        """Load the part called `name`: a built-in name, or "module:name" of a user-defined part.
-
-        Raises:
-            RecipeError: the name is unknown, or the part cannot be imported, or cannot be called with the door's
-                `arguments`.
-        """
+        """Load the part called `name`: a built-in name, or "module:name" of a user-defined part. Raises RecipeError if
+        the name is unknown, or the part cannot be imported, or cannot be called with the door's `arguments`."""
         found = load(name, self.key, self.what, self.built_in)
         further = tuple(_by_name(found)) if callable(found) else ()
         if why := why_not_called(found, name, self.arguments, further):
@@ -208,11 +197,8 @@ class Door(Generic[Kind]):
         return part
 
     def model(self, kind: str) -> type[Kind]:
-        """Return the section class of the part called `kind`.
-
-        Raises:
-            RecipeError: the part cannot be loaded, or its numbers cannot be written in a recipe.
-        """
+        """Return the section class of the part called `kind`. Raises RecipeError if the part cannot be loaded, or its
+        numbers cannot be written in a recipe."""
         part = self.load(kind)
         try:
             return _model(self, kind, part)

@@ -31,11 +31,7 @@ def is_there(*packages: str) -> bool:
 
 def check_packages(place: str, *packages: str) -> None:
     """Check that packages, given by import name, are installed in the version of the core. `place`: the recipe key or
-    command that needs them, for messages.
-
-    Raises:
-        RecipeError: a package is missing, or has another version.
-    """
+    command that needs them, for messages. Raises RecipeError if a package is missing, or has another version."""
     if missing := [package for package in packages if not is_there(package)]:
         shown, are = " and ".join(map(_distribution, missing)), "is" if len(missing) == 1 else "are"
         raise RecipeError([Problem(place, f"needs {shown}, which {are} not installed", _remedy(missing))])

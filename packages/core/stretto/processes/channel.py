@@ -111,11 +111,8 @@ class ConductorEnd(Generic[Received]):
 
     async def open(self, ended: Callable[[], Awaitable[object]]) -> None:
         """Close the role's end here and start reading; call it once, after the role's process has inherited its end.
-        `ended` waits until that process has ended.
-
-        Raises:
-            RoleDied: the channel was closed while the role's process was being started.
-        """
+        `ended` waits until that process has ended. Raises RoleDied if the channel was closed while the role's process
+        was being started."""
         if self._closed:
             raise RoleDied(self.role, "was given up while it was started", self._log)
         self.far.close()

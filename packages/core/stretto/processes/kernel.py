@@ -115,11 +115,7 @@ def set_memory(options: Mapping[int, int]) -> None:
 
 def memory_file(name: str) -> int:
     """Create a file in memory, and return its descriptor, which programs that this process starts do not inherit.
-    `name`: shown in ``/proc`` only.
-
-    Raises:
-        OSError: there are too many descriptors, or the system lacks memfd.
-    """
+    `name`: shown in ``/proc`` only. Raises OSError if there are too many descriptors, or the system lacks memfd."""
     if sys.platform == "linux":
         return os.memfd_create(name, os.MFD_CLOEXEC)
     raise OSError(errno.ENOSYS, f"{sys.platform} has no files in memory")

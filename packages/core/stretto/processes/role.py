@@ -167,11 +167,8 @@ class RoleProcess:
 
     async def stop(self, grace: float) -> None:
         """Send SIGTERM, then SIGKILL to the process group after `grace` seconds; returns when the process is gone, at
-        once if none was started or it has ended.
-
-        Raises:
-            DeadlineExceeded: the kernel does not end it (a disk or a device that does not respond).
-        """
+        once if none was started or it has ended. Raises DeadlineExceeded if the kernel does not end it, because a disk
+        or a device does not respond."""
         async with self._changing:
             if self._process is None:
                 return

@@ -57,22 +57,15 @@ class RunningProcess(Protocol):
         """Wait for its end, without a deadline; returns the exit code."""
 
     def terminate(self) -> None:
-        """Send SIGTERM.
-
-        Raises:
-            ProcessLookupError: it has ended.
-        """
+        """Send SIGTERM. Raises ProcessLookupError if it has ended."""
 
 
 class Spawner(Protocol):
     """Starts the processes of roles."""
 
     async def start(self, spawn: Spawn) -> RunningProcess:
-        """Start a process in its own session, and return without waiting for its work.
-
-        Raises:
-            OSError: the system has no room for it, or its log cannot be written.
-        """
+        """Start a process in its own session, and return without waiting for its work. Raises OSError if the system has
+        no room for it, or its log cannot be written."""
 
     def describe_end(self, process: RunningProcess) -> str:
         """Say how a process, which has ended, did so. Example: ``"was killed by SIGTERM"``"""

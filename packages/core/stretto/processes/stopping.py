@@ -75,11 +75,8 @@ class StopSignal:
 def until_cut_short(
     work: Coroutine[Any, Any, T], make_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
 ) -> T:
-    """Run `work` in its own event loop; returns its result. `make_loop`: creates the loop; None: asyncio's.
-
-    Raises:
-        SystemExit: with 130; `work` was cancelled by a second signal (`StopSignal`) or by Ctrl-C, after its cleanup.
-    """
+    """Run `work` in its own event loop; returns its result. `make_loop`: creates the loop; None: asyncio's. Raises
+    SystemExit with code 130 if `work` was cancelled by a second signal (`StopSignal`) or by Ctrl-C."""
     try:
         with asyncio.Runner(loop_factory=make_loop) as runner:
             return runner.run(work)

@@ -113,11 +113,7 @@ class Supervisor(Generic[T]):
 
     async def begin(self) -> T:
         """Start the role for the first time, and again while a start fails, which counts as a death. Returns the result
-        of `start`.
-
-        Raises:
-            RoleDied: more starts failed than the budget allows.
-        """
+        of `start`. Raises RoleDied if more starts failed than the budget allows."""
         try:
             return await self._start()
         except RoleDied as death:
@@ -147,10 +143,6 @@ class Supervisor(Generic[T]):
 
     async def keep(self, ended: Callable[[], Awaitable[str]]) -> NoReturn:
         """Replace the role each time `ended` returns; its result says how the role ended. No deadline, since a healthy
-        role runs as long as the run.
-
-        Raises:
-            RoleDied: its budget is exceeded, or it is no longer wanted.
-        """
+        role runs as long as the run. Raises RoleDied if its budget is exceeded, or it is no longer wanted."""
         while True:
             await self.replace(await ended())

@@ -75,11 +75,8 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
 
     def questions(self, seed: int) -> Questions:
         """Generate all questions; the demonstrations are generated when they are first used. Only training questions
-        and demonstrations depend on the seed.
-
-        Raises:
-            DataError: there are fewer than `held_out` distinct held-out questions.
-        """
+        and demonstrations depend on the seed. Raises DataError if there are fewer than `held_out` distinct held-out
+        questions."""
         training = draw_training(self.draw, self.prompts, derive_seed(seed, "training"))
         held_out = draw_held_out(self.draw, self.held_out, "task.operands_max")
         return Questions(

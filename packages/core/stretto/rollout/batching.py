@@ -128,11 +128,8 @@ def can_all_be_trained_in_time(left: Iterable[float], facts: QueueState) -> bool
 
 
 def assert_within_bound(batch: Batch, policy: BeyondBound) -> None:
-    """Check that a batch keeps the staleness bounds of its groups; "train" promises none.
-
-    Raises:
-        BoundViolated: a token would be trained beyond the bound of its group.
-    """
+    """Check that a batch keeps the staleness bounds of its groups; "train" promises none. Raises BoundViolated if a
+    token would be trained beyond the bound of its group."""
     for group in batch.groups if policy != "train" else ():
         oldest = max(group.oldest_version, batch.oldest_of(group.id))
         if batch.version - oldest > group.max_staleness:

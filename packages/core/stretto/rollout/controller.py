@@ -251,10 +251,7 @@ class Controller:
         Results of a group that is not in flight (duplicate or late) are refused and counted in `refused`.
 
         Returns the group with all decided trajectories, filtered ones too, ordered by member; None if it failed or was
-        refused.
-
-        Raises:
-            TooManyFailures: more than `max_failures_in_a_row` groups have failed in a row.
+        refused. Raises TooManyFailures if more than `max_failures_in_a_row` groups have failed in a row.
         """
         if self._in_flight.get(ticket.group_id) is not ticket:
             self.refused += 1
@@ -304,10 +301,7 @@ class Controller:
 
     def fail(self, ticket: Ticket, reason: str) -> None:
         """Fail a group in flight whose request was refused. Its prompt is tried at most `max_attempts` times in all.
-
-        Raises:
-            TooManyFailures: more than `max_failures_in_a_row` groups have failed in a row.
-        """
+        Raises TooManyFailures if more than `max_failures_in_a_row` groups have failed in a row."""
         self._settle_unanswered(ticket, State.FAILED, reason)
         self._leave_for_another_attempt(ticket)
 

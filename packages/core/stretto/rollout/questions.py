@@ -120,11 +120,8 @@ def draw_training(draw: Callable[[random.Random], Drawn], count: int, seed: int)
 
 def draw_held_out(draw: Callable[[random.Random], Drawn], count: int, larger: str) -> list[Drawn]:
     """Draw `count` distinct held-out questions with `draw`, the same in every run. `larger`: key of the recipe to
-    increase, for the error.
-
-    Raises:
-        DataError: fewer than `count` are found before 50,000 draws in a row find no new one.
-    """
+    increase, for the error. Raises DataError if fewer than `count` are found before 50,000 draws in a row find no new
+    one."""
     chance = random.Random(derive_seed("held out"))
     drawn: dict[str, Drawn] = {}
     misses = 0

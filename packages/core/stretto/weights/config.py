@@ -46,12 +46,8 @@ class ChosenMedium:
 
 def choose(config: WeightsConfig, route: Route) -> ChosenMedium:
     """Choose the medium that the recipe asks for; for "auto" shared memory, or http if engines are elsewhere. The
-    result says why.
-
-    Raises:
-        RecipeError: the recipe asks for shared_memory although engines are elsewhere, for http although none are, or
-            for broadcast to other engines than SGLang servers on this machine.
-    """
+    result says why. Raises RecipeError if the recipe asks for shared_memory although engines are elsewhere, for http
+    although none are, or for broadcast to other engines than SGLang servers on this machine."""
     found, remedy = "", 'use "auto"'
     if config.medium == "shared_memory" and route.elsewhere:
         found, remedy = '"shared_memory" does not reach engines on other machines', 'use "http", or "auto"'

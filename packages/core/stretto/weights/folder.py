@@ -81,11 +81,8 @@ def release(run: str, folder: Path, holder: str) -> int:
 
 
 def prefix(run: str) -> str:
-    """Beginning of the names of all files of a run.
-
-    Raises:
-        ValueError: the run name has characters by which its files could be taken for another run's.
-    """
+    """Beginning of the names of all files of a run. Raises ValueError if the run name has characters by which its files
+    could be taken for another run's."""
     if not _RUN.fullmatch(run):
         raise ValueError(f"a run is named by letters, digits, '_' and '.', not {run!r}")
     return f"stretto-{run}-v"
@@ -104,22 +101,15 @@ def versions(run: str, folder: Path) -> list[tuple[int, Path]]:
 
 
 def write_all(file: FileIO, data: memoryview) -> None:
-    """Write all bytes of `data` at the file's position.
-
-    Raises:
-        OSError: the system's error, with the path.
-    """
+    """Write all bytes of `data` at the file's position. Raises OSError, with the path, if the system does."""
     with naming(Path(str(file.name))):
         while data:
             data = data[os.write(file.fileno(), data) :]
 
 
 def private_file(path: Path) -> FileIO:
-    """Create a file that only its owner may read, and open it for unbuffered writing.
-
-    Raises:
-        FileExistsError: something has this name.
-    """
+    """Create a file that only its owner may read, and open it for unbuffered writing. Raises FileExistsError if
+    something has this name."""
     return open(
         path, "wb", buffering=0, opener=lambda path, flags: os.open(path, flags | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     )
@@ -162,10 +152,8 @@ def drop(run: str, folder: Path) -> None:
 def new_version(run: str, folder: Path, path: Path) -> Iterator[FileIO]:
     """Context manager: unlink the file `path`, and create and open it anew for all the bytes of a version.
 
-    It may have the bytes of an old version: write every byte, and `cut` it to its size.
-
-    Raises:
-        OSError: the file cannot be created.
+    It may have the bytes of an old version: write every byte, and `cut` it to its size. Raises OSError if the file
+    cannot be created.
     """
     path.unlink(missing_ok=True)  # left by an earlier process with this pid, or created by another user
     file = _reused(_spare(run, folder), path) or private_file(path)

@@ -99,11 +99,8 @@ def verify(
     raw: memoryview, version: int, checked: Callable[[int], object] = lambda size: None, *, threads: int = 1
 ) -> tuple[WeightsManifest, int]:
     """Check every byte of the publication `raw`, in `threads` threads; returns its manifest and the offset of its first
-    tensor. `checked` is called, in the caller's thread, with the size in bytes of each tensor that is valid.
-
-    Raises:
-        TornPublication: the publication is incomplete or damaged, or has another version than `version`.
-    """
+    tensor. `checked` is called, in the caller's thread, with the size in bytes of each tensor that is valid. Raises
+    TornPublication if the publication is incomplete or damaged, or has another version than `version`."""
     manifest, start = read_header(raw)
     if manifest.version != version:
         raise TornPublication(f"publication of version {manifest.version} was found in place of version {version}")
@@ -121,11 +118,7 @@ def verify(
 
 def read_header(raw: memoryview) -> tuple[WeightsManifest, int]:
     """Decode and check the header at the start of `raw`; returns the manifest and the offset of the first tensor. The
-    tensors are not checked.
-
-    Raises:
-        TornPublication: the header is incomplete or damaged.
-    """
+    tensors are not checked. Raises TornPublication if the header is incomplete or damaged."""
     start = LENGTH + int.from_bytes(raw[:LENGTH], "little")
     if len(raw) < LENGTH or start > len(raw):
         raise TornPublication(f"{len(raw)} bytes that do not begin like a publication, or end before their header")

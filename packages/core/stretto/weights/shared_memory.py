@@ -83,11 +83,8 @@ class SharedMemoryPublisher:
 
     def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
         """Start to copy the tensors of `version` to host memory. Call `hold` of the result before the tensors change.
-        Its `write` waits for the copies, and then does the same as `publish`.
-
-        Raises:
-            ValueError: a dtype cannot be published, or the version is below 0.
-        """
+        Its `write` waits for the copies, and then does the same as `publish`. Raises ValueError if a dtype cannot be
+        published, or the version is below 0."""
         held = dict(tensors)
         manifest, forms = self._manifest(version, held)
         device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
@@ -145,11 +142,8 @@ class SharedMemorySubscriber:
         return there[-1][0] if there else None
 
     def await_first(self, owner: str, seconds: float) -> int:
-        """Wait for a publication; returns the newest version. `owner`: name of the waiting role, for the error.
-
-        Raises:
-            DeadlineExceeded: nothing was published within `seconds`.
-        """
+        """Wait for a publication; returns the newest version. `owner`: name of the waiting role, for the error. Raises
+        DeadlineExceeded if nothing was published within `seconds`."""
         end = time.monotonic() + seconds
         while (newest := self.newest()) is None:
             if time.monotonic() > end:

@@ -42,9 +42,7 @@ async def read_body(scope: Scope, receive: Receive, largest: int = LARGEST_BODY)
 
     Most clients send everything before they read the reply, and would see a reset connection. So the rest of a body
     that is too large is read and dropped, up to 64 MiB and 5 seconds, unless the client waits for ``100 Continue``.
-
-    Raises:
-        RefusedRequest: the client has disconnected before the end of the body; the part that came is no request.
+    Raises RefusedRequest if the client has disconnected before the end of the body.
     """
     if int(header(scope, b"content-length") or 0) > largest:
         if header(scope, b"expect") is None:
@@ -137,11 +135,8 @@ _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<n
 
 def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
     """Parse the JSON body `raw` into a record of type `kind`. Unknown fields that are null, and null where the record
-    allows none, count as absent, since some clients send every field of their types.
-
-    Raises:
-        RefusedRequest: the body is invalid; names the first wrong field.
-    """
+    allows none, count as absent, since some clients send every field of their types. Raises RefusedRequest, with the
+    first wrong field, if the body is invalid."""
     try:
         try:
             return msgspec.json.decode(raw, type=kind)

@@ -15,20 +15,14 @@ CA, CERTIFICATE, KEY = "ca.pem", "cert.pem", "key.pem"
 
 
 def server_context(folder: str) -> ssl.SSLContext | None:
-    """TLS context of a listener; None (no TLS) for an empty `folder`.
-
-    Raises:
-        RecipeError: a file of the folder is missing or invalid.
-    """
+    """TLS context of a listener; None (no TLS) for an empty `folder`. Raises RecipeError if a file of the folder is
+    missing or invalid."""
     return _context(folder, ssl.PROTOCOL_TLS_SERVER)
 
 
 def client_context(folder: str) -> ssl.SSLContext | None:
-    """TLS context of the side that connects; None (no TLS) for an empty `folder`.
-
-    Raises:
-        RecipeError: a file of the folder is missing or invalid.
-    """
+    """TLS context of the side that connects; None (no TLS) for an empty `folder`. Raises RecipeError if a file of the
+    folder is missing or invalid."""
     return _context(folder, ssl.PROTOCOL_TLS_CLIENT)
 
 
