@@ -42,17 +42,18 @@ def due(admitted_version: int, max_staleness: Staleness) -> float:
 
 class BoundChange(Record, frozen=True, array_like=True):
     """A change that the run made itself to a bound set to "auto", from `before` to `after`; it applies to groups
-    admitted afterwards.
+    admitted afterwards. `step`: its measurements led to it; `key`: number of the first of these groups, set by the
+    ledger.
 
     Example: ``BoundChange(step=9, name="max_staleness", before=4, after=2, reason="mismatch 1.2 of its limit (...)")``
     """
 
-    step: int  # step whose measurements led to it
+    step: int
     name: str  # key in `[rollout]`
     before: int
     after: int
     reason: str
-    key: int = 0  # number of the first group admitted under it; set by the ledger
+    key: int = 0
 
 
 def loss_tokens(batch: Batch) -> Counter[int]:

@@ -232,12 +232,13 @@ def _gap(one: float, other: float) -> float:
 
 
 class Proof(Record, frozen=True):
-    """Result of an engine's proof that it computes with a version. `distance` of its scores from the canary,
-    `tolerance` and `unit` (of rounding) are in nats per token. `evidence`: names of tensors that differ, as text; "" if
-    none does. `compared`: number of tensors compared with their digests, of `tensors` in the version."""
+    """Result of an engine's proof that it computes with a version. `make`: of the engine, with its dtype, as "native
+    float32". `distance` of its scores from the canary, `tolerance` and `unit` (of rounding) are in nats per token.
+    `evidence`: names of tensors that differ, as text; "" if none does. `compared`: number of tensors compared with
+    their digests, of `tensors` in the version."""
 
     engine: str
-    make: str  # make and dtype of the engine: "native float32"
+    make: str
     version: int
     distance: float
     tolerance: float

@@ -30,7 +30,8 @@ _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 class EngineHealth(Record, frozen=True):
-    """State of an engine at this moment, and counters of its work, which start at 0 with its process.
+    """State of an engine now, and counters of its work, which start at 0 with its process. Tokens are counted
+    by `generated`, `prefilled`, `recomputed`, `wasted` and `unfinished`, bytes by `checked` and `resident`.
 
     Example: ``EngineHealth(version=7, running=128, waiting=40, generated=81_023, prefilled=20_511, recomputed=9_310,
     interrupted=412, preempted=0, wasted=0, updates=7, busy_seconds=3.2)``

@@ -83,13 +83,14 @@ class BusySpans:
 
 class SupervisedProgress(Record, frozen=True, tag=True):
     """Message: progress of supervised training, a warm start or preference learning. `step` of `steps` has ended;
-    `loss` is in nats per completion token, or per pair."""
+    `loss` is in nats per completion token, or per pair; `seconds` since the training began. `accuracy`: of preferences,
+    the share of pairs ranked correctly, else None."""
 
     step: int
     steps: int
     loss: float
-    seconds: float = 0.0  # since the training began
-    accuracy: float | None = None  # preferences: share of pairs ranked correctly
+    seconds: float = 0.0
+    accuracy: float | None = None
     phase: str = "warm start"
 
 

@@ -20,14 +20,16 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Path:
-    """Segments from a root to the last sampled segment that the path trains: one training sample.
+    """Segments from a root to the last sampled segment that the path trains: one training sample. `behind_prompt`:
+    whether it begins with the prompt, before the first segment. `segments`: their indices, from the root on. `trained`:
+    indices of the sampled ones that no earlier path trains.
 
     Example: the second path of the drawing above: ``Path(behind_prompt=True, segments=(0, 1, 4, 5), trained=(5,))``
     """
 
-    behind_prompt: bool  # whether it begins with the prompt; else with its first segment
-    segments: tuple[int, ...]  # indices, from the root on
-    trained: tuple[int, ...]  # indices of the sampled segments that no earlier path trains
+    behind_prompt: bool
+    segments: tuple[int, ...]
+    trained: tuple[int, ...]
 
 
 def parent_of(segments: Sequence[Segment], place: int) -> int:

@@ -63,7 +63,8 @@ class State(enum.StrEnum):
 
 
 class Prompt(Record, frozen=True):
-    """A prompt with its gold answer, for the reward.
+    """A prompt with its gold answer, for the reward. `opens`: thinking tag left open at the end of its tokens; "" if
+    none is.
 
     Example: ``Prompt(id="17", token_ids=(5, 12, 8, 13), text="3+8=", answer="11")``
     """
@@ -72,7 +73,7 @@ class Prompt(Record, frozen=True):
     token_ids: tuple[int, ...]
     text: str
     answer: str
-    opens: str = ""  # thinking tag left open at the end of its tokens; "" if none is
+    opens: str = ""
 
 
 class Sampling(Record, frozen=True):
@@ -412,7 +413,8 @@ class Trajectory(Record, frozen=True):
 
 
 class Group(Record, frozen=True):
-    """The decided completions of one prompt, admitted together at one version.
+    """The decided completions of one prompt, admitted together at one version. `max_staleness`: staleness bound then;
+    inf if unknown.
 
     Example: ``Group(id="0.17.0", prompt=..., admitted_version=6, trajectories=(<8 of them>))``
     """
@@ -421,7 +423,7 @@ class Group(Record, frozen=True):
     prompt: Prompt
     admitted_version: int
     trajectories: tuple[Trajectory, ...]
-    max_staleness: float = math.inf  # staleness bound at its admission; inf if unknown
+    max_staleness: float = math.inf
 
     @property
     def oldest_version(self) -> int:
@@ -451,7 +453,8 @@ class Batch(Record, frozen=True):
 class Update(Record, frozen=True):
     """Result of a training step: the published version and its metrics (docs/reference/metrics.md).
 
-    `skipped`: trajectories of optimizer steps that were skipped because of a non-finite gradient.
+    `trained_tokens`, `masked_tokens`: sampled tokens of the batch in the loss, and left out of it. `skipped`: ids of
+    the trajectories of optimizer steps that were skipped because of a non-finite gradient.
     """
 
     step: int

@@ -165,7 +165,9 @@ def raised(place: str, name: str, error: BaseException) -> Problem:
 @dataclass(frozen=True, eq=False)
 class Door(Generic[Kind]):
     """An extension point. It annotates the type of a recipe key, as ``loss: Annotated[LossSection, LOSSES]``, and
-    validates the key's value.
+    validates the key's value. `key`: its full name in the recipe. `what`: name of the kind of part, for messages, as
+    "loss". `arguments`: names of a part's positional arguments. `built_in`: ``package.module:name`` of the built-in
+    parts, by name.
 
     The annotated type says what the key holds. ``Annotated[LossSection, LOSSES]``: a section. ``Annotated[str,
     MAKES]``: a name only; such parts have no numbers. ``Annotated[str | Section, FILTERS]``: a name, or a section if
@@ -173,10 +175,10 @@ class Door(Generic[Kind]):
     "auto". `several`: the key may hold a list of parts.
     """
 
-    key: str  # in the recipe
-    what: str  # name of the kind of part, for messages: "loss"
-    arguments: tuple[str, ...]  # positional arguments of a part
-    built_in: Mapping[str, str]  # name: package.module:name
+    key: str
+    what: str
+    arguments: tuple[str, ...]
+    built_in: Mapping[str, str]
     section: type[Kind]
     words: tuple[str, ...] = ()
     several: bool = False

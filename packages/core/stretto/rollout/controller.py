@@ -40,13 +40,14 @@ class TooManyFailures(StrettoError):
 
 class ControllerState(Record, frozen=True):
     """State of a controller that cannot be rebuilt from the records of trajectories: position in the prompts, number of
-    failed attempts by unfinished group (if not 0), and the state of adaptive bounds."""
+    failed attempts by unfinished group (if not 0), and the state of the adaptive bounds `staleness` and `in_flight`,
+    None if the bound is fixed. `starved`: no second batch was ready when the newest batch was taken."""
 
     position: Position = Position()
     failures: Mapping[str, int] = {}
-    staleness: AdaptiveBound | None = None  # None: the bound is fixed
-    starved: bool = True  # no second batch was ready when the newest batch was taken
-    in_flight: AdaptiveInFlight | None = None  # None: the number is fixed
+    staleness: AdaptiveBound | None = None
+    starved: bool = True
+    in_flight: AdaptiveInFlight | None = None
 
 
 class Ticket(Record, frozen=True):

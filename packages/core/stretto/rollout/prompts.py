@@ -95,7 +95,8 @@ class Again(Record, frozen=True):
 
 
 class Position(Record, frozen=True):
-    """Saved position of a `PromptStream`; with the dataset and the seed it determines all later draws."""
+    """Saved position of a `PromptStream`; with the dataset and the seed it determines all later draws. `index`: of the
+    next prompt in the epoch's order."""
 
     epoch: int = 0
     index: int = 0

@@ -20,6 +20,7 @@ class Question:
     tokenizer's chat template renders in place of `text`; empty for a plain text. `as_chat`: a chat that replaces `text`
     only if the tokenizer has a chat template. `template_arguments`: arguments of the template, (name, value). `place`:
     FILE:LINE of the row, for errors; "": it is from no file. `fields`: the row's other fields, as a JSON object.
+    `source`: name of the source that it is from, in a task of several.
 
     Example: ``Question(id="17", text="3+8+5=", answer="16", demonstration="11+5=16")``
     """
@@ -33,7 +34,7 @@ class Question:
     fields: str = ""
     as_chat: tuple[dict[str, str], ...] = ()
     template_arguments: tuple[tuple[str, object], ...] = ()
-    source: str = ""  # the name of the source that it is from, in a task of several
+    source: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -58,14 +59,15 @@ class Questions:
     them.
 
     `demonstrate` returns the demonstrations; it is called at the first use of `demonstrations`, because a resumed run
-    needs none.
+    needs none. `weights`: relative shares of an epoch by source; empty: an epoch has all rows of all. `notes`: remarks
+    for the user from reading them.
     """
 
     training: Sequence[Question]
     held_out: Sequence[Question]
     demonstrate: Callable[[], Sequence[Question]] = field(default=tuple, compare=False)
-    weights: Mapping[str, float] = field(default_factory=dict)  # shares of an epoch by source; empty: all rows of all
-    notes: tuple[str, ...] = ()  # remarks from reading them
+    weights: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @cached_property
     def demonstrations(self) -> Sequence[Question]:
