@@ -41,6 +41,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from stretto.core.records import Record
 
 _MOST = 2.0  # cap: one bad step cannot lower a bound whose smoothed mismatch allows a raise
@@ -176,10 +178,8 @@ class AdaptiveInFlight(Record, frozen=True):
 def measured(state: AdaptiveInFlight, now: Pressure, ended: int) -> AdaptiveInFlight:
     """The state with one more reading in its window. `ended`: groups that ended since the previous reading."""
     moments = state.moments + 1
-    return AdaptiveInFlight(
-        state.number,
-        state.probing,
-        state.settling,
+    return msgspec.structs.replace(
+        state,
         ended=state.ended + ended,
         moments=moments,
         needed=state.needed + (now.needed - state.needed) / moments,

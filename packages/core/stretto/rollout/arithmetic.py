@@ -15,7 +15,7 @@ learning removes them.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -38,15 +38,19 @@ class Chain:
 
     @property
     def value(self) -> int:
-        total = self.operands[0]
-        for sign, operand in zip(self.signs, self.operands[1:], strict=True):
-            total = step(total, sign, operand)
-        return total
+        return [self.operands[0], *running_values(self.operands[0], self.signs, self.operands[1:])][-1]
 
 
 def step(value: int, sign: str, operand: int) -> int:
     """Result of one step of a chain: ``step(7, "-", 5) == 2``."""
     return value + operand if sign == "+" else value - operand
+
+
+def running_values(value: int, signs: str, operands: Sequence[int]) -> Iterator[int]:
+    """Results of the steps of a chain, as `spelled` writes it: 2 and 9 for ``running_values(7, "-+", (5, 7))``."""
+    for sign, operand in zip(signs, operands, strict=True):
+        value = step(value, sign, operand)
+        yield value
 
 
 def spelled(value: int, signs: str, operands: Sequence[int]) -> str:
@@ -123,21 +127,14 @@ class ArithmeticTask(BaseModel, extra="forbid", frozen=True):
         step's number, from 1, and the result."""
         steps = list(range(1, len(chain.operands)))
         chance.shuffle(steps)
+        right = [*running_values(chain.operands[0], chain.signs, chain.operands[1:])]
         for done in steps:
-            right = Chain(chain.operands[: done + 1], chain.signs[:done]).value
             rest = chain.signs[done:], chain.operands[done + 1 :]
-            if wrong := [digit for digit in range(10) if digit != right and _stays_a_digit(digit, *rest)]:
+            others = [digit for digit in range(10) if digit != right[done - 1]]
+            if wrong := [digit for digit in others if all(0 <= later <= 9 for later in running_values(digit, *rest))]:
                 return done, chance.choice(wrong)
         raise AssertionError("at the last step any other digit will do")
 
     @staticmethod
     def _question(name: str, chain: Chain, demonstration: str | None = None) -> Question:
         return Question(id=name, text=f"{chain}=", answer=str(chain.value), demonstration=demonstration)
-
-
-def _stays_a_digit(value: int, signs: str, operands: Sequence[int]) -> bool:
-    for sign, operand in zip(signs, operands, strict=True):
-        value = step(value, sign, operand)
-        if not 0 <= value <= 9:
-            return False
-    return True

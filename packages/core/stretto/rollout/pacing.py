@@ -41,9 +41,9 @@ class InRounds:
 
 
 def pacing_of(config: RolloutConfig, in_rounds: bool) -> Pacing:
-    """Create the pacing policy of a run; returns its method `opens`. "auto" means "rounds" if `in_rounds`, whether the
-    engines start completions together only, else "continuous". A call of a user's policy that fails raises RecipeError,
-    with the policy's name (`doors.door.guarded`), as does a policy that cannot be loaded."""
+    """Create the pacing policy of a run; returns its method `opens`. `in_rounds`: the engines start completions
+    together only, so "auto" means "rounds"; else it means "continuous". Raises RecipeError, with the policy's name, if
+    the policy cannot be loaded, or at a call of `opens` that fails."""
     chosen = config.pacing if config.pacing != "auto" else "rounds" if in_rounds else "continuous"
     opens: Pacing = PACINGS.bound(chosen)().opens
     name = chosen.kind if isinstance(chosen, Section) else chosen
