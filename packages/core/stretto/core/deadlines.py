@@ -128,12 +128,8 @@ class StallTimer:
 
 
 class Watchdog:
-    """Ends a run that makes no progress, while no open wait is at work within its deadline (`Wait.works`).
-
-    Args:
-        progress: returns a value that changes whenever any process of the run does work.
-        seconds: longest time without a change.
-    """
+    """Ends a run without progress for `seconds`, while no open wait is at work within its deadline (`Wait.works`).
+    `progress`: returns a value that changes whenever any process of the run does work."""
 
     def __init__(self, progress: Callable[[], object], seconds: float) -> None:
         self._progress, self._seconds = progress, seconds

@@ -44,16 +44,9 @@ def check_packages(place: str, *packages: str) -> None:
 
 
 def from_package(name: str, place: str, *needed: str) -> Any:
-    """Import a module of a package beside the core, and return an object of it.
-
-    Args:
-        name: of module and object, as ``package.module:object``.
-        place: the recipe key or command that needs it, for messages.
-        needed: further packages that the module imports.
-
-    Raises:
-        RecipeError: a package is missing, or has another version.
-    """
+    """Import a module of a package beside the core, and return the object `name` of it, as ``package.module:object``.
+    `place`: the recipe key or command that needs it, for messages. `needed`: further packages that the module imports.
+    Raises RecipeError if a package is missing, or has another version."""
     module, _, attribute = name.partition(":")
     check_packages(place, module.partition(".")[0], *needed)
     return getattr(import_module(module), attribute)
@@ -203,13 +196,8 @@ def where_raised(error: BaseException, file: str = "") -> str:
 
 
 def why_not_called(function: object, name: str, arguments: Sequence[str], further: Sequence[str] = ()) -> str:
-    """Return why the part `function` cannot be called with these arguments; "" if it can, or has no signature to tell.
-
-    Args:
-        name: of the part, for the message.
-        arguments: names of the positional arguments.
-        further: names of the keyword arguments.
-    """
+    """Return why the part `function` cannot be called with the positional `arguments` and the keyword arguments
+    `further`, given by name; "" if it can, or has no signature to tell. `name`: of the part, for the message."""
     if not callable(function):
         return f"{name!r} is {type(function).__name__}, which cannot be called"
     try:

@@ -45,14 +45,9 @@ _OTHER_NAMES = {
 
 
 def problems_of(place: str, errors: Sequence[ErrorDetails], kind: type[BaseModel]) -> Iterator[Problem]:
-    """Yield one problem per key. Pydantic reports a value that fits no member of a union once per member; these errors
-    become one problem.
-
-    Args:
-        place: file or argument in which the settings were given, in front of each key in the problems.
-        errors: of pydantic (`ValidationError.errors`).
-        kind: model class that was validated.
-    """
+    """Convert pydantic's `errors` (`ValidationError.errors`) to one problem per key. A value that fits no member of a
+    union has an error per member; these become one problem. `place`: file or argument in which the settings were given,
+    in front of each key in the problems. `kind`: model class that was validated."""
     problems: dict[str, Problem] = {}
     for problem in (_problem(place, details, kind) for details in errors):
         if (other := problems.get(problem.place)) is not None:

@@ -39,13 +39,8 @@ class RoleEnd(Generic[Received]):
     def __init__(
         self, descriptor: int, decoder: msgspec.msgpack.Decoder[Received], largest: int = LARGEST_FRAME
     ) -> None:
-        """Take over the role's end of a socket.
-
-        Args:
-            descriptor: of the role's socket, inherited from the conductor.
-            decoder: of received messages.
-            largest: most bytes of a message that the conductor accepts; a larger one is not sent.
-        """
+        """Take over the role's end of a socket, the `descriptor` inherited from the conductor. `decoder`: of received
+        messages. `largest`: most bytes of a message that the conductor accepts; a larger one is not sent."""
         self._socket = socket.socket(fileno=descriptor)
         self._decoder, self._largest = decoder, largest
         self._unframer = Unframer(LARGEST_BATCH)  # the conductor is trusted
@@ -91,13 +86,8 @@ class ConductorEnd(Generic[Received]):
     def __init__(
         self, role: str, decoder: msgspec.msgpack.Decoder[Received], log: str = "", largest: int = LARGEST_FRAME
     ) -> None:
-        """Make a socket pair; the role gets `far`.
-
-        Args:
-            role, log: name and log path of the role, for errors.
-            decoder: of received messages.
-            largest: most bytes of a message from the role; reading a larger one raises WireError.
-        """
+        """Make a socket pair; the role gets `far`. `role`, `log`: name and log path of the role, for errors. `decoder`:
+        of received messages. `largest`: most bytes of a message from the role."""
         self.role = role
         self._log = log
         self._decoder = decoder
@@ -134,6 +124,7 @@ class ConductorEnd(Generic[Received]):
 
     @property
     def is_open(self) -> bool:
+        """Whether `open` has connected the channel; stays True after `close`."""
         return self._writer is not None
 
     async def send(self, message: msgspec.Struct) -> None:

@@ -121,14 +121,8 @@ class Supervisor(Generic[T]):
 
     async def replace(self, how: str, *, counted: bool = True) -> T:
         """Start the role again, until a start succeeds; returns the result of `start`. `how` says how the role ended
-        ("was killed by SIGKILL").
-
-        Args:
-            counted: False for an end that was not the role's own fault; failed starts afterwards count.
-
-        Raises:
-            RoleDied: its budget is exceeded, or it is no longer wanted.
-        """
+        ("was killed by SIGKILL"). `counted`: False for an end that was not the role's own fault; failed starts
+        afterwards count. Raises RoleDied if its budget is exceeded, or it is no longer wanted."""
         while True:
             if not self._wanted():
                 raise RoleDied(self.name, how, self._log)

@@ -25,10 +25,8 @@ class SingleTurn:
     """The `GroupWorkflow` of a run without workflows: samples one completion for each member of a group and judges them
     together when the last has ended. Errors of `generate` and `score` are raised unchanged.
 
-    One request asks for all members, so that a group of eight costs the conductor one message.
-
-    Attributes:
-        generate: sends a request to an engine; yields each member's completion as it ends.
+    One request asks for all members, so that a group of eight costs the conductor one message. `generate` sends it to
+    an engine, and yields each member's completion as it ends.
     """
 
     generate: Callable[[GenerateRequest], AsyncIterator[Completion]]

@@ -55,12 +55,8 @@ class WorkflowReady(Record, frozen=True, tag=True):
 
 @dataclass(frozen=True)
 class QuestionDetails:
-    """Data of questions for workflows, beside their prompts.
-
-    Attributes:
-        fields: further fields of each row (JSON object), by id, prompt text and gold answer (`Question.key`).
-        chats: messages of questions that are chats, by the same three texts.
-    """
+    """Data of questions for workflows, beside their prompts, by id, prompt text and gold answer (`Question.key`).
+    `fields`: further fields of each row, as a JSON object. `chats`: messages of questions that are chats."""
 
     fields: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
     chats: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]] = field(default_factory=dict)

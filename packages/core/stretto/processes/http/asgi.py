@@ -245,13 +245,8 @@ class HostNames:
     """Values of ``Host`` that a server accepts."""
 
     def __init__(self, *given: str, loopback: bool) -> None:
-        """Collect the names by which the server may be addressed.
-
-        Args:
-            given: further names from the user.
-            loopback: the server listens on loopback only, so of IP addresses only loopback ones are accepted, and no
-                name of the machine.
-        """
+        """Collect the names by which the server may be addressed. `given`: further names from the user. `loopback`: the
+        server listens on loopback only, so only loopback addresses are accepted, and no name of the machine."""
         self._loopback = loopback
         self._names = _LOOPBACK_NAMES | {name.lower() for name in given}
         if not loopback:  # getfqdn asks the resolver, which may take seconds
