@@ -114,14 +114,13 @@ async def unless_gone(
         await cancel_and_wait([working, gone])
 
 
-def sent_event(data: object, kind: str = "", id: object = None) -> bytes:
-    r"""Encode one server-sent event, with `data` as JSON. `kind`: its event field, "" for none; `id`: its id field,
-    None for none.
+def sent_event(data: object, kind: str = "") -> bytes:
+    r"""Encode one server-sent event, with `data` as JSON. `kind`: its event field, "" for none.
 
     >>> sent_event({"a": 1}, "news")
     b'event: news\ndata: {"a":1}\n\n'
     """
-    head = (f"event: {kind}\n" if kind else "") + ("" if id is None else f"id: {id}\n")
+    head = f"event: {kind}\n" if kind else ""
     return b"%bdata: %b\n\n" % (head.encode(), msgspec.json.encode(data))
 
 
