@@ -321,8 +321,8 @@ class Run:
             self._has_ended(_POLL_SECONDS)
 
     def _has_ended(self, seconds: float) -> bool:
-        """Whether the run's process ends within `seconds`, or has ended. Its error, if any, is kept for
-        `_raise_failure`. True for a run that was started elsewhere."""
+        """Wait up to `seconds` for the end of the run's process; returns whether it has ended, True also if the run was
+        started elsewhere. Its error, if any, is kept for `_raise_failure`."""
         if self._process is None:
             return True
         if not self._process.heard(seconds):

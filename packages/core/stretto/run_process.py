@@ -48,7 +48,8 @@ def main() -> None:
 
 
 def _stop_with_the_caller(wire: Connection) -> None:
-    """Send this process SIGTERM when the caller's end of the pipe closes. The caller sends nothing after its order."""
+    """Wait until the caller's end of the pipe closes, then send this process SIGTERM. The caller sends nothing after
+    its order."""
     try:
         wire.recv()
     except (EOFError, OSError):

@@ -326,5 +326,5 @@ def _shares(needs: Sequence[Need], taken: Mapping[int, Sequence[Gpu]]) -> list[f
 
 
 def gib(size: int) -> str:
-    """Bytes as GiB with one digit after the point."""
+    """Text of a size in bytes, in GiB with one digit after the point, without the unit."""
     return f"{size / 2**30:.1f}"

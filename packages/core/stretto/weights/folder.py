@@ -71,7 +71,7 @@ def remove(run: str, folder: Path) -> int:
 
 
 def held(run: str, folder: Path, holder: str) -> Path:
-    """Path without its ending of the files by which `holder` keeps versions alive (`SharedMemorySubscriber.hold`)."""
+    """Common beginning of the paths of the files by which `holder` keeps versions (`SharedMemorySubscriber.hold`)."""
     return folder / f"{prefix(run)}{holder}-"
 
 
