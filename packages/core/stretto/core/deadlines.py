@@ -62,14 +62,15 @@ async def deadline(
 @asynccontextmanager
 async def standstill(
     owner: str, awaited: str, seconds: float, progress: Callable[[], Awaitable[object]]
-) -> AsyncIterator[None]:
+) -> AsyncIterator[asyncio.Timeout]:
     """Context manager: raise DeadlineExceeded after `seconds` of waiting for `awaited` (named with `owner` in the
     error); the time restarts whenever the value returned by `progress` changes. `progress` is called six times per
-    `seconds`; a returned None is ignored. After an error in `progress` the time no longer restarts."""
+    `seconds`; a returned None is ignored. After an error in `progress` the time no longer restarts. Yields as
+    `deadline` does."""
     async with deadline(owner, awaited, seconds) as scope:
         watch = asyncio.ensure_future(_put_off(scope, seconds, progress))
         try:
-            yield
+            yield scope
         finally:
             await cancel_and_wait([watch])
 
