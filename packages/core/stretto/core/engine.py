@@ -30,8 +30,8 @@ _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 
 class EngineHealth(Record, frozen=True):
-    """State of an engine now, and counters of its work, which start at 0 with its process. Tokens are counted
-    by `generated`, `prefilled`, `recomputed`, `wasted` and `unfinished`, bytes by `checked` and `resident`.
+    """State of an engine. Counters start at 0 with its process: of tokens `generated`, `prefilled`, `recomputed` and
+    `wasted`, of bytes `checked`. `unfinished` (tokens) and `resident` (bytes) are as of now.
 
     Example: ``EngineHealth(version=7, running=128, waiting=40, generated=81_023, prefilled=20_511, recomputed=9_310,
     interrupted=412, preempted=0, wasted=0, updates=7, busy_seconds=3.2)``
@@ -64,8 +64,8 @@ class Progress(NamedTuple):
 
 
 class NewToken(Record, frozen=True, gc=False):
-    """A token that the engine's last step sampled for the completion (`request`, `member`). `progress()` returns it
-    with its log-probability and version."""
+    """A token that the last step sampled, for the completion `member` of `request`. `progress()` returns it with its
+    log-probability and version."""
 
     request: str
     member: int
@@ -131,7 +131,7 @@ class Engine(Protocol):
 
 
 def json_rule(schema: Mapping[str, Any] | None) -> str:
-    """Return the right-hand side of a grammar rule for JSON that follows a JSON schema; for any object if None.
+    """Right-hand side of a grammar rule for JSON that follows a JSON schema; for any object if None.
 
     >>> json_rule({"type": "null"})[:29]
     '%json {"type": "null", "x-gui'
@@ -147,6 +147,6 @@ def json_rule(schema: Mapping[str, Any] | None) -> str:
 
 
 def json_grammar(schema: Mapping[str, Any] | None) -> str:
-    """Return a grammar (`Sampling.grammar`) for JSON that follows a JSON schema; for any object if None. Raises
+    """A complete grammar (`Sampling.grammar`) for JSON that follows a JSON schema; for any object if None. Raises
     RefusedRequest if the schema is nested beyond Python's recursion limit."""
     return f"start: {json_rule(schema)}"

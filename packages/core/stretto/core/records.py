@@ -471,7 +471,7 @@ def trajectory_id(group: str, member: int) -> str:
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed, computed from `parts` by a hash; equal parts give the same seed on every machine.
+    """A 63-bit seed computed from `parts` by a hash; equal on every machine.
 
     >>> derive_seed(1, "0.17.0/3") == derive_seed(1, "0.17.0/3") != derive_seed(2, "0.17.0/3")
     True

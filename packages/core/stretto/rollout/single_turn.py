@@ -22,8 +22,8 @@ GroupWorkflow = Callable[[Ticket], Awaitable[Sequence[Trajectory]]]
 
 @dataclass(frozen=True)
 class SingleTurn:
-    """The `GroupWorkflow` of a run without workflows: samples one completion for each member of a group and judges them
-    together when the last has ended. Errors of `generate` and `score` are raised unchanged.
+    """Samples one completion for each member of a group and judges them together when the last has ended. It is the
+    `GroupWorkflow` of a run without workflows. Errors of `generate` and `score` are raised unchanged.
 
     One request asks for all members, so that a group of eight costs the conductor one message. `generate` sends it to
     an engine, and yields each member's completion as it ends.
