@@ -64,8 +64,8 @@ class Progress(NamedTuple):
 
 
 class NewToken(Record, frozen=True, gc=False):
-    """A token that the last step sampled, for the completion `member` of `request`. `progress()` returns it with its
-    log-probability and version."""
+    """A token that the last step sampled. It is of the completion `member` of `request`. `progress()` returns it with
+    its log-probability and version."""
 
     request: str
     member: int
@@ -131,7 +131,7 @@ class Engine(Protocol):
 
 
 def json_rule(schema: Mapping[str, Any] | None) -> str:
-    """Right-hand side of a grammar rule for JSON that follows a JSON schema; for any object if None.
+    """Right-hand side of a grammar rule for JSON that follows a JSON schema; any object if None.
 
     >>> json_rule({"type": "null"})[:29]
     '%json {"type": "null", "x-gui'
@@ -147,6 +147,6 @@ def json_rule(schema: Mapping[str, Any] | None) -> str:
 
 
 def json_grammar(schema: Mapping[str, Any] | None) -> str:
-    """A complete grammar (`Sampling.grammar`) for JSON that follows a JSON schema; for any object if None. Raises
-    RefusedRequest if the schema is nested beyond Python's recursion limit."""
+    """A complete grammar for JSON that follows a JSON schema; any object if None. Raises RefusedRequest if the schema
+    is nested beyond Python's recursion limit."""
     return f"start: {json_rule(schema)}"

@@ -211,8 +211,8 @@ class RoleError(StrettoError):
 
 
 class RoleDied(RoleError):
-    """A process of the run ended without being asked to, or cannot be started. `role`: its name; `how` it ended, as
-    "was killed by SIGKILL"; `log`: path of its log, "" if it has none.
+    """A process of the run ended without being asked to. Also raised if it cannot be started. `role`: its name; `how`
+    it ended, as "was killed by SIGKILL"; `log`: path of its log, "" if it has none.
 
     Example::
 

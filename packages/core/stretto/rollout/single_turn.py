@@ -44,7 +44,7 @@ class SingleTurn:
 async def judge(
     group_id: str, prompt: Prompt, completions: Sequence[Completion], score: Score, detokenize: Detokenize
 ) -> list[Trajectory]:
-    """Judge single-turn completions of one prompt together; returns their trajectories, in the same order.
+    """Judge single-turn completions of one prompt together; returns their trajectories in order.
 
     If the prompt opens a thought, its opening mark is put before each text that `score` gets; the trajectories' texts
     are without it.
