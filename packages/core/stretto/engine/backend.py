@@ -20,22 +20,23 @@ ENDED = "ended before the completion did"
 
 
 class Stream:
-    """Finished completions of requests that were submitted together, encoded as frames for one HTTP response."""
+    """Finished completions of requests that were submitted together, encoded as frames for one HTTP response.
+    `completions`: how many the requests have in all."""
 
     def __init__(self, completions: int) -> None:
-        """Expect this many `completions`."""
-        self.missing = completions
+        self.missing = completions  # completions that have not ended; 0 once the stream was refused
         self.broken = False  # the engine failed, or the client went away
         self._ready = bytearray()
         self._wake = asyncio.Event()
 
     @property
     def ready(self) -> bool:
+        """Whether `next` returns frames without waiting."""
         return bool(self._ready)
 
     def ended(self, completion: Completion) -> None:
-        """Append a finished completion to the frames; ignored once the stream has all of its completions."""
-        if not self.missing:  # their requests were refused
+        """Append a finished completion to the frames; ignored once the stream was refused."""
+        if not self.missing:
             return
         self._ready += frame(completion)
         self.missing -= 1
@@ -43,20 +44,21 @@ class Stream:
 
     def refuse(self, error: RefusedRequest | EngineLied) -> None:
         """End the stream with an error that was found after submission: a refused request, or invalid results. The
-        error is the last frame; completions that finished before are still delivered."""
+        error is the last frame; completions that finished before are still delivered. A complete stream ignores it."""
         if self.missing:
             self._ready += frame([Refusal.of(error)])
             self.missing = 0
             self._wake.set()
 
     def break_off(self, why: str = ENDED) -> None:
-        """End the stream early (`why` is not sent); completions that finished before are still delivered."""
+        """End the stream before its completions have ended (`why` is not sent); those that have are still delivered. A
+        complete stream stays as it is."""
         self.broken = self.missing > 0
         self._wake.set()
 
     async def next(self) -> bytes:
-        """Wait for frames and return all since the last call; the result may be empty if the stream is broken. It has
-        no timeout: the client sets one."""
+        """Wait for frames and return all since the last call; may be empty if the stream is broken. It has no timeout:
+        the client sets one."""
         await self._wake.wait()
         self._wake.clear()
         chunk, self._ready = bytes(self._ready), bytearray()
@@ -64,7 +66,7 @@ class Stream:
 
 
 class Backend(Protocol):
-    """Generates completions and loads weights; errors raised here reach the client unchanged."""
+    """Generates completions and loads weights. The client of the HTTP server raises the errors that are raised here."""
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
         """Do slow preparations for `submit_all`, such as compiling grammars, while generation continues.
@@ -85,16 +87,18 @@ class Backend(Protocol):
         """End the request with this id and abort its unfinished completions. May be called twice."""
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """New tokens of unfinished completions. `known`: by request id, the number of tokens of each member that the
-        caller already has; other requests are left out."""
+        """New tokens of unfinished completions, by request id and member; completions without any are left out.
+        `known`: by request id, the number of tokens of each member that the caller already has; other requests are
+        left out."""
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
-        """Load a published version, unless it is loaded and proven; returns the version that samples the next token.
-        With a challenge (None: without a check), no token is sampled before the engine has answered it, nor after an
-        answer outside the tolerance, until the version is loaded again.
+        """Load a published version, unless it is loaded and proven; returns the version that samples the next token,
+        and the scores that answer the challenge. With a challenge (None: without a check), no token is sampled before
+        the engine has answered it, nor after an answer outside the tolerance, until a version is loaded.
 
         Raises:
-            WireError: the version is not published, or not of this model; the engine keeps its version.
+            WireError: the version is not published, not of this model, or older than the version in use; the engine
+                keeps its version.
             EngineLost: the engine does not reply.
         """
 
@@ -111,4 +115,4 @@ class Backend(Protocol):
         """Version, queue length and counters."""
 
     def drain_spans(self) -> list[Span]:
-        """Busy spans since the last call."""
+        """Busy spans since the last call; each is returned once."""

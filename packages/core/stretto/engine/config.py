@@ -94,24 +94,24 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """Whether a server such as vLLM must run on the CPU."""
+        """Whether a server such as vLLM must run on the CPU: `device` is "cpu", or "auto" and no GPU is visible."""
         return self.device == "cpu" or (self.device == "auto" and (gpus_hidden() or shutil.which("nvidia-smi") is None))
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of one engine: the size of its server's tensor parallelism."""
+        """Number of GPUs of one engine: the tensor parallelism in its server's `arguments`; 1 if they have none."""
         words = [part for word in self.arguments for part in word.split("=", 1)]
         sizes = [word for name, word in pairwise(words) if name in _TENSOR_WORDS and word.isdecimal()]
         return max(1, int(sizes[-1])) if sizes else 1
 
     @property
     def role(self) -> str:
-        """Name of the module that runs as the engine's process."""
+        """Dotted name of the Python module that runs as the engine's process."""
         return ENGINE_ROLE if self.kind == "native" else EXTERNAL_ENGINE_ROLE
 
     def in_rounds(self, synchronous: bool) -> bool:
-        """Whether groups start and end together (`batching`) in a run without a workflow. `synchronous`: the run has
-        ``max_staleness = 0``."""
+        """Whether groups start and end together in a run without a workflow: `batching` is "rounds", or "auto" with a
+        native engine in a `synchronous` run (``max_staleness = 0``)."""
         return self.batching == "rounds" or (self.batching == "auto" and synchronous and self.kind == "native")
 
 
@@ -162,10 +162,10 @@ CAPABILITIES: Mapping[str, Capabilities] = {
 
 
 def capabilities_of(kind: str) -> Capabilities:
-    """The requirements and limits of a make of server; `kind`: a value of `engine.kind`.
+    """The requirements and limits of a make of server. `kind`: a value of `engine.kind` other than "native".
 
     Raises:
-        RecipeError: its package is missing, or it cannot be imported.
+        RecipeError: the make is unknown, its package is missing, or it cannot be imported.
     """
     capabilities: Capabilities = getattr(MAKES.load(kind), "capabilities")  # noqa: B009  # of the class
     return capabilities

@@ -67,7 +67,8 @@ class RunningText:
         self.pending = ""  #: decoded text that later tokens may still change
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Append tokens; returns the new text up to the last complete character."""
+        """Append tokens; returns the new text up to the last complete character, "" if none is complete. Bytes that
+        more than 32 tokens leave incomplete are returned as U+FFFD."""
         if len(token_ids) == 1 and not self.pending:
             alone = self._detokenizer.text_of(token_ids[0])
             if alone is not None and NO_CHARACTER not in alone:
@@ -89,7 +90,7 @@ class RunningText:
         return text
 
     def end(self) -> str:
-        """Return the pending text, at the end of the completion."""
+        """Return and clear the pending text, at the end of the completion: incomplete bytes as U+FFFD, or ""."""
         rest, self.pending = self.pending, ""
         return rest
 
@@ -137,7 +138,7 @@ class StopFinder:
         return self._give_out(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
 
     def end(self) -> str:
-        """Return the text that was held back, at the end of the completion."""
+        """Return the text that was held back, at the end of the completion; "" after a stop text."""
         return self._give_out(len(self._held))
 
     def _give_out(self, ready: int) -> str:
@@ -152,7 +153,7 @@ def _overlap(text: str, stop: str) -> int:
 
 
 class Watch:
-    """Searches for stop texts in one completion, token by token. `seen`: number of tokens so far."""
+    """Searches for the texts `stops` in one completion, token by token. `seen`: number of tokens so far."""
 
     def __init__(self, detokenizer: Detokenizer, stops: Sequence[str]) -> None:
         self.seen = 0
@@ -169,7 +170,8 @@ class Watch:
 
 
 class StopTexts:
-    """Creates watches; loads the detokenizer on the first request with stop texts."""
+    """Creates the watches of an engine's completions. `detokenizer` loads the detokenizer, for the first request with
+    stop texts; None: such requests are refused."""
 
     def __init__(self, detokenizer: Callable[[], Detokenizer] | None) -> None:
         self._make = detokenizer
@@ -179,7 +181,7 @@ class StopTexts:
         """Load the detokenizer, if it is not loaded.
 
         Raises:
-            RefusedRequest: there is no tokenizer.
+            RefusedRequest: there is no tokenizer, or it cannot be loaded.
         """
         if self._made is not None:
             return

@@ -36,15 +36,17 @@ ENGINE_KEY = "STRETTO_ENGINE_KEY"
 class EngineSpec(Record, frozen=True):
     """Arguments of an engine process; `config` is the JSON text of an `EngineConfig`.
 
-    `publication_seconds`: longest wait for the first publication after the model is loaded; 0: serve the model folder
-    as version 0 until a version is published. `kernels`: file with the run's choice of kernels. `server`: address of a
-    running vLLM or SGLang server. `scratch`: a folder for this engine alone. `token_seconds`, `load_seconds`,
-    `start_seconds`: timeouts of such a server for the next tokens, for loading a version, and for being ready.
-    `broadcast`: the server receives versions by a collective (`stretto_servers.broadcast`) instead of a folder. `tls`:
-    folder of certificates (`http.tls`), for an engine on another machine. `path`: folder searched first for
-    the module of `engine.kind`. `gpus`: ids of the GPUs that the engine sees; empty: all GPUs that the conductor sees.
-    `share`: part of their memory that its tensors may take; `memory`: bytes of the smallest of these GPUs, 0 if
-    unknown; `planned`: bytes of weights and cache on each GPU.
+    `address`: where it listens, ``unix:/path/to.sock`` or ``host:port``. `model`: model folder. `mailbox`,
+    `mailbox_folder`: name of the run and folder of its published versions (`weights.shared_memory`). `threads`: of
+    torch. `publication_seconds`: longest wait for the first publication after the model is loaded; 0: serve the model
+    folder as version 0 until a version is published. `kernels`: file that keeps the run's choice of kernels; None: no
+    file. `server`: address of a running vLLM or SGLang server; None: start one. `scratch`: a folder for this engine
+    alone. `token_seconds`, `load_seconds`, `start_seconds`: timeouts of such a server for the next tokens, for loading
+    a version, and for being ready. `broadcast`: the server receives versions by a collective
+    (`stretto_servers.broadcast`) instead of a folder. `tls`: folder of certificates (`http.tls`), for an engine on
+    another machine. `path`: folder searched first for the module of `engine.kind`. `gpus`: ids of the GPUs that the
+    engine sees; empty: all GPUs that the conductor sees. `share`: part of their memory that its tensors may take, 0 to
+    1. `memory`: bytes of the smallest of these GPUs, 0 if unknown. `planned`: bytes of weights and cache on each GPU.
     """
 
     name: str
@@ -72,7 +74,7 @@ class EngineSpec(Record, frozen=True):
 
 def socket_folder() -> Path:
     """Create a temporary folder for Unix sockets and return its path, which is short: a socket's path has at most 107
-    bytes."""
+    bytes. The caller removes the folder."""
     root = tempfile.gettempdir()
     return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
 
@@ -110,9 +112,9 @@ class ScoreRequest(Record, frozen=True):
 class Refusal(Record, frozen=True):
     """An error as its name and arguments, from which the client raises the same error."""
 
-    error: str
-    found: str
-    field: str = ""
+    error: str  # name of the class
+    found: str  # wrong value, or what happened
+    field: str = ""  # wrong field of the request; name of the engine in EngineLost and EngineLied
     allowed: str = ""
 
     @classmethod
@@ -124,7 +126,8 @@ class Refusal(Record, frozen=True):
 
 
 def split_address(address: str) -> tuple[str | None, str, int]:
-    """Split an engine's address: (path of a Unix socket, "", 0), or (None, host, port).
+    """Split an engine's address: (path of a Unix socket, "", 0), or (None, host, port). ValueError if the port is not a
+    number.
 
     >>> split_address("unix:/run/engine-0.sock"), split_address("127.0.0.1:8300")
     (('/run/engine-0.sock', '', 0), (None, '127.0.0.1', 8300))

@@ -42,7 +42,7 @@ _FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.De
 class HttpEngine:
     """Client of one engine. Calls may overlap; each has its own connection. All raise EngineLost if the engine cannot
     be reached, is stopping or breaks off, DeadlineExceeded if it does not reply in time, and WireError if its reply
-    cannot be decoded.
+    cannot be decoded or is too large.
 
     Example::
 
@@ -63,6 +63,7 @@ class HttpEngine:
         context: ssl.SSLContext | None = None,
     ) -> None:
         """Args:
+        name: of the engine, in errors.
         address: ``unix:/path/to.sock`` or ``host:port``.
         answer_seconds: longest wait for the next completion of a request while the engine computes no tokens.
         load_seconds: longest time during a load in which the engine reads no further bytes.
@@ -103,8 +104,9 @@ class HttpEngine:
             raise EngineLost(self.name, f"ended {requested} with {missing} completions missing")
 
     async def _part(self, connection: Connection, awaited: str) -> bytes:
-        """The next bytes of a reply. A completion may take any time as long as the engine computes tokens, for it or
-        for others, since the length of each completion is limited."""
+        """The next bytes of a reply, empty at its end. A completion may take any time as long as the engine computes
+        tokens, for it or for others, since the length of each completion is limited. `awaited`: what the error names
+        as overdue."""
         with suppress(DeadlineExceeded):  # most completions end before the engine's health must be asked for
             async with deadline(self._owner, awaited, self._answer_seconds / _LOOKS):
                 return await connection.read()
@@ -119,6 +121,7 @@ class HttpEngine:
 
         Raises:
             TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.
+            RefusedRequest: the version is older than the version in use.
             DeadlineExceeded: the engine has read no bytes for `load_seconds`.
         """
         awaited = f"{self.name} to load version {version}"
@@ -137,18 +140,19 @@ class HttpEngine:
         return None if health is None else (health.generated, health.prefilled, health.recomputed, health.checked)
 
     async def _look(self) -> EngineHealth | None:
+        """The engine's health; None if it does not reply within `load_seconds`, or with an error."""
         with suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(self._load_seconds):
                 return await self.health()
         return None
 
     async def abort(self, request_id: str) -> None:
-        """Abort a request; its `generate`, if still open, ends with EngineLost."""
+        """Abort a request; its `generate`, if still open, ends with EngineLost. An unknown id is ignored."""
         await self._exchange("/abort", AbortRequest(request=request_id), "an abort", self._health_seconds)
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """New tokens of unfinished completions. `known`: by request id, the number of tokens of each member that the
-        caller already has.
+        """New tokens of unfinished completions, by request id and member. `known`: by request id, the number of tokens
+        of each member that the caller already has; other requests are left out.
 
         Raises:
             WireError: a checksum of the tokens does not match.
@@ -178,7 +182,7 @@ class HttpEngine:
         return decoded(body, EngineHealth)
 
     async def spans(self) -> list[Span]:
-        """The engine's busy spans since the last call; they are delivered once."""
+        """The engine's busy spans since the last call, which are delivered once; of too many, the newest."""
         body = await self._exchange("/spans", None, "its spans", self._health_seconds, _LARGEST_NEWS)
         return decoded(body, list[Span])[-MOST_SPANS:]
 
@@ -197,9 +201,10 @@ class HttpEngine:
             return await self._reply(path, message, most)
 
     async def _reply(self, path: str, message: object, most: int = LARGEST_FRAME) -> bytes:
-        """Send a message (None: a GET without body) and return the body of the reply, of at most `most` bytes. The
-        caller sets the deadline.
-        Raises the error that the engine replied with, or EngineLost if the connection breaks."""
+        """Send a message (None: a GET without body) and return the body of the reply. The caller sets the deadline.
+
+        Raises the error that the engine replied with, EngineLost if the connection breaks, and WireError if the body
+        has more than `most` bytes."""
         method, body = ("GET", b"") if message is None else ("POST", msgspec.msgpack.encode(message))
         async with self._connections.one() as connection:
             connection.send(method, path, body)
@@ -209,6 +214,7 @@ class HttpEngine:
             return reply
 
     def _completion(self, body: bytes) -> Completion:
+        """Decode a frame of /generate; raises the error that it holds, or EngineLied if its checksum does not fit."""
         try:
             told = _FRAME.decode(body)
         except UNREADABLE as error:
@@ -237,7 +243,8 @@ def _unknown(body: bytes, error: Exception) -> WireError:
 
 
 def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
-    """The error that an engine's reply stands for, to be raised here. `status`: HTTP status, above 200."""
+    """The error, to be raised by the caller, for an engine's reply with an HTTP `status` other than 200: the one in
+    `body`. If the body holds none, EngineLost for status 500, else WireError."""
     try:
         told = decoded(body, Refusal)
     except WireError as error:

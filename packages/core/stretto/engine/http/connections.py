@@ -31,7 +31,8 @@ _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EN
 
 
 class Connection(asyncio.Protocol):
-    """One connection with one exchange at a time.
+    """One connection with one exchange at a time. The event loop opens it, and calls its methods as a protocol.
+    `engine`: name for errors; `key`: bearer token, "" for none; `host`: for the Host header.
 
     Example::
 
@@ -61,7 +62,8 @@ class Connection(asyncio.Protocol):
         return not self._lost and self.complete and self._kept and since < idle
 
     def send(self, method: str, path: str, body: bytes, media: str = MSGPACK) -> None:
-        """Send a request and prepare for its response. `media`: media type of the bodies of both."""
+        """Send a request, without waiting, and prepare for its response. The previous response must have ended.
+        `media`: media type of the bodies of both."""
         assert self._transport is not None, "the event loop has connected it"
         self._begin()
         headers = f"accept: {media}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n"
@@ -72,7 +74,7 @@ class Connection(asyncio.Protocol):
         """Wait for the next part of the response's body; empty at its end. The caller sets the deadline.
 
         Raises:
-            EngineLost: the connection broke before the end.
+            EngineLost: the connection broke before the end, or the response is not HTTP.
         """
         while not self._parts and not self.complete:
             if self._lost:
@@ -93,6 +95,7 @@ class Connection(asyncio.Protocol):
         return b"".join(parts)
 
     def close(self) -> None:
+        """Close the connection once the request is sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -130,7 +133,7 @@ class Connection(asyncio.Protocol):
 
 
 class Connections:
-    """A pool of connections to one engine."""
+    """A pool of connections to one engine, opened when they are needed."""
 
     def __init__(
         self,
@@ -141,9 +144,10 @@ class Connections:
         silent: int = _SILENT_SECONDS,
         idle: float = _IDLE_SECONDS,
     ) -> None:
-        """`key`: bearer token; "": none is sent. `context`: TLS of TCP connections; None: plain. `silent`: seconds
-        without a sign of the engine's machine after which a TCP connection counts as lost. `idle`: seconds after which
-        an idle connection is not used again."""
+        """`engine`: name for errors. `address`: ``unix:/path/to.sock`` or ``host:port``. `key`: bearer token; "": none
+        is sent. `context`: TLS of TCP connections; None: plain. `silent`: seconds without a sign of the engine's
+        machine after which a TCP connection counts as lost. `idle`: seconds after which an idle connection is not used
+        again."""
         self._engine, self._key, self._context, self._silent = engine, key, context, silent
         self._path, self._host, self._port = split_address(address)
         self._named = address if self._path is None else "localhost"  # as an HTTP server knows itself
@@ -157,9 +161,9 @@ class Connections:
         complete closes the connection, by which the engine aborts the request.
 
         Raises:
-            EngineLost: no process listens at the address, or it cannot be reached.
+            EngineLost: no process listens at the address, it cannot be reached, or TLS fails.
             DeadlineExceeded: the address does not reply at all.
-            WireError: this process cannot open a connection.
+            WireError: this process cannot open a connection, for instance because too many files are open.
         """
         while self._idle and not self._idle[-1].is_reusable(self._longest):
             self._idle.pop().close()
@@ -180,7 +184,7 @@ class Connections:
             self._idle.pop().close()
 
     def break_off(self) -> None:
-        """Close all connections; exchanges in progress end with EngineLost."""
+        """Close all connections at once; exchanges in progress end with EngineLost."""
         self.close()
         for connection in self._used:
             connection.abort()

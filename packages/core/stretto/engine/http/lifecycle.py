@@ -24,8 +24,8 @@ _BACKLOG = 4096  # connections that may wait to be accepted while a step runs
 
 def server_of(app: ASGIApp, unix_path: str | None = None, tls: str = "", *, has_key: bool = False) -> HttpServer:
     """Create an HTTP server that ends at once on a signal. `unix_path`: socket to listen at; None: sockets are given
-    later. `tls`: folder of certificates (`http.tls`); RecipeError if they cannot be used. `has_key`: clients
-    must send a key, so only a few connections without a valid key are allowed."""
+    later. `tls`: folder of certificates (`http.tls`), "" for none; RecipeError if they cannot be used. `has_key`:
+    clients must send a key, so only a few connections without a valid key are allowed."""
     config = _config(app, _CLIENT_IDLE_SECONDS, unix_path)
     config.load()
     config.ssl = server_context(tls)
@@ -42,7 +42,8 @@ class OpenWork(Protocol):
     stopping: bool  # open requests are finished, new ones refused
 
     @property
-    def open_requests(self) -> int: ...
+    def open_requests(self) -> int:
+        """Number of requests whose replies are not complete."""
 
     def break_off(self) -> None:
         """End every open request now."""
@@ -63,15 +64,16 @@ class GracefulServer(HttpServer):
         self._until: float | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Handle SIGINT or SIGTERM."""
+        """Handle SIGINT or SIGTERM: refuse new requests, and end when the open ones have ended; at the second signal,
+        end at the next tick."""
         if self.should_exit:
             self._until = 0.0
         self.should_exit = True
         self._work.stopping = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; returns True to end the server. After a signal it does so when open
-        requests have ended, or when `patience` is over."""
+        """Called by uvicorn ten times a second; returns True to end the server: after a signal, once open requests have
+        ended, or are broken off because `patience` is over."""
         if not await super().on_tick(counter):
             return False
         self._work.stopping = True

@@ -161,6 +161,7 @@ class EngineApp:
         return await self._backend.update(order.version, order.challenge)
 
     async def abort(self, body: bytes) -> EngineHealth:
+        """Abort a request, if it is open."""
         self._backend.close(_ABORT.decode(body).request)
         return await self._backend.health()
 
@@ -180,15 +181,16 @@ class EngineApp:
 
 
 def serve(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = "", tls: str = "") -> None:
-    """Load the newest published version, then serve until SIGTERM or SIGINT.
+    """Load the newest published version, if it is newer than the engine's, then serve until SIGTERM or SIGINT.
 
     Args:
+        subscriber: where versions are loaded from.
         listen: ``unix:/path/to.sock`` or ``host:port``.
         key: secret that clients must send; "" for none.
         tls: folder of certificates (`http.tls`), "" for none.
 
     Raises:
-        RecipeError: the port is in use.
+        RecipeError: the address is not available, or the certificates cannot be used.
         Exception: the error that ended the engine's loop, after open requests were ended.
     """
     event_loop.run(run_server(engine, subscriber, listen, key, tls))
@@ -205,11 +207,12 @@ async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str, 
 
 
 async def serve_app(app: EngineApp, listen: str, run: Run, tls: str = "") -> None:
-    """Serve `app` at the address `listen` and run the engine's loop `run`, until either ends.
+    """Serve `app` at the address `listen` and run the engine's loop `run`, until either ends. Then both have ended.
+    `tls`: folder of certificates, "" for none.
 
     Raises:
-        RecipeError: the port is in use.
-        Exception: the error that ended the engine.
+        RecipeError: the address is not available, or the certificates cannot be used.
+        Exception: the error that ended the engine's loop.
     """
     unix_path, host, port = split_address(listen)
     if unix_path is not None:
@@ -221,6 +224,7 @@ async def serve_app(app: EngineApp, listen: str, run: Run, tls: str = "") -> Non
 
 
 async def _reply(send: Send, status: int, message: object) -> None:
+    """Send a message as MessagePack; with status 503, the client may try again after a second."""
     headers = [(b"retry-after", b"1")] if status == 503 else []
     await reply(send, status, MSGPACK, msgspec.msgpack.encode(message), headers)
 

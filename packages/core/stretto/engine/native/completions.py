@@ -40,7 +40,8 @@ class Completions:
 
     def __init__(self, rows: int, context_length: int, stop_texts: StopTexts, grammars: Grammars | None = None) -> None:
         """Create empty columns. `rows`: number of completions at a time; `context_length`: most tokens of prompt and
-        completion. `grammars`: compiler of grammars; None: no request has a grammar."""
+        completion. `stop_texts` makes their searches for stop texts. `grammars`: compiler of grammars; None: no request
+        has a grammar."""
         self._grammars = grammars
         self._context_length = context_length
         self._stop_texts = stop_texts
@@ -63,8 +64,8 @@ class Completions:
         self._last: tuple[Ints, Ints] | None = None  # rows and tokens of the last step
 
     def open(self, row: int, member: Member) -> None:
-        """Start the completion of `member` in a row: store its prompt, settings and prefix, and replace earlier
-        contents."""
+        """Start the completion of `member`, whose request has been checked, in a row: store its prompt, settings and
+        prefix, and replace earlier contents."""
         prompt, sampling = member.request.prompt_token_ids, member.request.sampling
         self.limits[row] = min(member.tokens, self._context_length)
         self._widen(int(self.limits[row]), len(sampling.stop_token_ids))
@@ -90,7 +91,8 @@ class Completions:
             self._resume(row, member.request.prefixes[member.index])
 
     def _resume(self, row: int, prefix: Segment) -> None:
-        """Append a segment that another engine or an earlier process sampled, and continue after it."""
+        """Append a segment that another engine or an earlier process sampled, and continue after it. Does nothing for
+        an empty segment."""
         if not prefix.length:
             return
         token_ids = prefix.token_ids
@@ -114,12 +116,12 @@ class Completions:
         self._own[rows] = _NOWHERE
 
     def recomputed(self, rows: list[int]) -> None:
-        """Note that the KV entries of these rows are computed with one version."""
+        """Note that this step computes the KV entries of these rows, all with the version in use."""
         self._own[rows] = np.minimum(self._own[rows], self.lengths[rows])
 
     def sampled_with(self, row: int, version: int) -> Ints:
-        """Positions in a row's history of the tokens that `version` sampled here, over a context that it computed
-        itself."""
+        """Positions in a row's history of the tokens that `version` sampled in this engine, over a context that it
+        computed itself; may be empty."""
         begin, end = int(self._own[row]), int(self.lengths[row])
         return begin + np.flatnonzero(self._versions[row, begin:end] == version)
 
@@ -128,8 +130,9 @@ class Completions:
         return self._history[row, places], self._logprobs[row, places]
 
     def constrained(self, order_R: Ints, found: Filtered | None) -> Filtered | None:
-        """Add to `found`, the filtered rows among `order_R` (None: none), the tokens that their grammars allow next.
-        Rows without a grammar allow all tokens."""
+        """Add to `found`, the filtered rows among `order_R`, the tokens that their grammars allow next; `look` of their
+        matchers comes first. Rows without a grammar allow all tokens. Returns `found` (None: no filtered rows) if no
+        row of `order_R` has a grammar."""
         allowed = {at: self.matchers[row].allowed for at, row in enumerate(order_R.tolist()) if row in self.matchers}
         if found is None or not allowed:
             return found
@@ -162,8 +165,8 @@ class Completions:
             self._likeliest[row].append(tuple((one, own if one == token else other) for one, other in tokens))
 
     def record(self, order_R: Ints, tokens_R: Ints, logprobs_R: npt.NDArray[np.float32], version: int) -> Ints:
-        """Append one token, sampled by `version`, to each row of `order_R`; returns the rows that have ended: by a stop
-        token, a stop text, or their limit."""
+        """Append one token, sampled by `version`, to each row of `order_R`, and advance the searches for stop texts and
+        the grammars; returns the rows that have ended: by a stop token, a stop text, or their limit."""
         places_R = self.lengths[order_R]
         self._history[order_R, places_R] = tokens_R
         self._logprobs[order_R, places_R] = logprobs_R
@@ -183,7 +186,7 @@ class Completions:
         return ended
 
     def progress(self, row: int, member: Member, known: int) -> Progress:
-        """The tokens of a row's completion after its first `known` tokens."""
+        """The tokens of a row's completion after its first `known` tokens; may be none."""
         segment, likeliest = self._segment(row, known), self._likeliest.get(row, [])[known:]
         return Progress(member.request.id, member.index, segment, likeliest)
 
@@ -200,8 +203,8 @@ class Completions:
         return self.progress(row, member, int(self.lengths[row] - self.prompts[row]) - 1)
 
     def close(self, row: int, member: Member) -> Completion:
-        """Return the finished completion of a row, and drop its state for grammar, stop texts and top
-        log-probabilities."""
+        """Return the completion of a row that has ended, by a stop or by its length, and drop the row's state for
+        grammar, stop texts and top log-probabilities."""
         self.forget(row)
         segment, likeliest = self._segment(row, 0), tuple(self._likeliest.pop(row, ()))
         reason = StopReason.STOP if self._stopped[row] else StopReason.LENGTH
@@ -213,6 +216,7 @@ class Completions:
         self.matchers.pop(row, None)
 
     def _segment(self, row: int, known: int) -> Segment:
+        """Seal the tokens of a row's completion after its first `known` tokens."""
         new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
         columns = self._history[row, new].astype(np.int32).tobytes() + self._logprobs[row, new].tobytes()
         versions, length = self._versions[row, new], new.stop - new.start
@@ -221,10 +225,12 @@ class Completions:
         return Segment.sealed(columns, length, stamps, int(self.interrupted[row]))
 
     def _completed_stop(self, row: int) -> bool:
+        """Search the new tokens of a row that has stop texts; True if they complete one."""
         watch, begin = self._watches[row], int(self.prompts[row])
         return watch.completed(self._history[row, begin + watch.seen : self.lengths[row]].tolist())
 
     def _widen(self, width: int, stops: int) -> None:
+        """Make room in every row for `width` tokens and `stops` stop tokens."""
         if (missing := width - self._history.shape[1]) > 0:
             wider = ((0, 0), (0, max(missing, self._history.shape[1])))
             self._history = np.pad(self._history, wider)

@@ -151,8 +151,8 @@ class NativeEngine:
 
     @property
     def backlog(self) -> int:
-        """Number of tokens to prefill or recompute before all open completions can run; a prompt counts once per
-        request."""
+        """Number of tokens to prefill or recompute before all open completions can run; of the completions of one
+        request, which share its prompt, one is counted."""
         rows = {self._scheduler.member(row).request.id: row for row in self._scheduler.pending}
         pending = {id: int(self._completions.lengths[row]) for id, row in rows.items()}
         return sum({**self._scheduler.prompts_waiting(), **pending}.values())
@@ -203,7 +203,7 @@ class NativeEngine:
         self._policy.tune(self._tiles)
 
     def step(self) -> list[Completion]:
-        """Sample one token of every running completion; returns the completions that ended. Does nothing when idle.
+        """Start and sample what fits, one token of each completion; returns the completions that ended, [] when idle.
 
         Raises:
             BrokenLogits: logits of some requests are not finite. No completion got a token. Unless `give_up` is called,
@@ -258,8 +258,8 @@ class NativeEngine:
         return [progress for progress in found if progress.segment.length]
 
     def new_tokens(self, requests: Container[str]) -> Iterator[NewToken]:
-        """The tokens that the last step sampled for unfinished completions of `requests` (ids). Consume the iterator
-        before the next step."""
+        """The tokens, if any, that the last step sampled for unfinished completions of `requests` (ids). Consume the
+        iterator before the next step."""
         return self._completions.new_tokens(self._scheduler.members, requests) if self._has_sampled else iter(())
 
     def update(self, version: int, tensors: Mapping[str, Tensor], since: float | None = None) -> None:
@@ -317,8 +317,8 @@ class NativeEngine:
             start = time.monotonic()
 
     def sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
-        """Recompute, without the KV cache, the log-probabilities of about `wanted` tokens that the version in use
-        sampled for running completions, over a context that it has computed. Returns (as sampled, recomputed) pairs."""
+        """Recompute, without the KV cache, the log-probabilities of about `wanted` tokens that the version in use has
+        sampled for running completions over a context of its own. Returns (as sampled, recomputed) pairs, or none."""
         start, most = time.monotonic(), self._config.max_prefill_tokens
         found = self._prover.sampled(self._completions, self._scheduler.running, self.version, wanted, most)
         self._spend("prove", start)

@@ -56,8 +56,9 @@ class FrameListener(Stream):
 class TokenStream:
     """The tokens of requests submitted together, as they are sampled.
 
-    Each token is offered to `take` in the step that samples it. Iterating yields the tokens that `take` has not
-    consumed, and the end of each completion. So a step with many streams need not wake a task for each of them.
+    Each token is offered to `take` (None: nobody) in the step that samples it. Iterating yields the tokens that `take`
+    has not consumed, and the end of each completion. So a step with many streams need not wake a task for each of them.
+    `engine`: name for errors; `completions`: how many the requests have in all.
     """
 
     def __init__(self, engine: str, completions: int, take: Take | None = None) -> None:
@@ -71,7 +72,7 @@ class TokenStream:
 
     def progressed(self, new: NewToken) -> None:
         """Offer the next token of an unfinished completion to `take`. Queue it for the iterator if `take` does not
-        consume it, or if earlier tokens are queued."""
+        consume it or fails, or if earlier tokens are queued."""
         self._known[new.request, new.member] += 1
         try:
             if self._take is not None and not self._new and self._take(new):
@@ -93,12 +94,13 @@ class TokenStream:
         self._wake.set()
 
     def refuse(self, error: RefusedRequest | EngineLost) -> None:
-        """End the stream: the iterator raises `error` instead of further tokens."""
+        """End the stream: the iterator raises `error` instead of further tokens, queued ones included. A second error,
+        or one after the last completion has ended, is ignored."""
         self._error = self._error or error
         self._wake.set()
 
     def break_off(self, why: str = ENDED) -> None:
-        """End the stream: the iterator raises EngineLost with the reason `why`."""
+        """End the stream as `refuse` does, with an EngineLost for the reason `why`."""
         self.refuse(EngineLost(self._engine, why))
 
     def __aiter__(self) -> TokenStream:
@@ -108,6 +110,7 @@ class TokenStream:
         """Wait for tokens; returns all since the last call, one `Progress` per completion and step. It has no timeout.
 
         Raises:
+            StopAsyncIteration: all completions have ended and were returned.
             RefusedRequest: the request was refused after it was submitted.
             EngineLost: the stream was ended early.
             Exception: an error raised by the consumer `take`.
@@ -131,8 +134,8 @@ class Generation:
     """
 
     def __init__(self, engine: NativeEngine, mailbox: Subscriber | None = None) -> None:
-        """Pass requests to `engine`, which only this object may use; `run` must be called. `mailbox`: where `update`
-        loads versions from; None: the engine keeps the weights of its folder."""
+        """Pass requests to `engine`, which only this object may use. Nothing is generated unless `run` runs. `mailbox`:
+        where `update` loads versions from; None: `update` fails, and only `load` changes the weights."""
         self.engine = engine
         self._mailbox = mailbox
         self.stopping = False  # open requests are finished, new ones refused
@@ -143,14 +146,15 @@ class Generation:
 
     @property
     def open_requests(self) -> int:
+        """Number of requests that were submitted and are not closed, finished ones included."""
         return len(self._listeners)
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """Compile the grammars of requests in a thread, while the engine steps. Otherwise `submit` would compile them
-        between two steps.
+        """Compile the grammars of requests, if they have any, in a thread, while the engine steps. Otherwise `submit`
+        would compile them between two steps.
 
         Raises:
-            RefusedRequest: a grammar cannot be compiled, or not in time.
+            RefusedRequest: a grammar cannot be compiled, or not within 20 seconds.
         """
         wanted = dict.fromkeys((request.sampling.grammar, request.sampling.stop_token_ids) for request in requests)
         for grammar, stop_token_ids in wanted:
@@ -222,7 +226,8 @@ class Generation:
             self._by_token.add(request.id)
 
     def close(self, request: str) -> None:
-        """End the request with this id and abort its unfinished completions. May be called twice."""
+        """End the request with this id. If it has unfinished completions, they are aborted, and its listener is broken
+        off. May be called twice."""
         listener = self._listeners.pop(request, None)
         self._by_token.discard(request)
         if listener is not None and listener.missing:
@@ -230,8 +235,9 @@ class Generation:
             self.engine.abort(request)
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """New tokens of unfinished completions. `known`: by request id, the number of tokens of each member that the
-        caller already has; other requests are left out."""
+        """New tokens of unfinished completions, by request id and member; completions without any are left out.
+        `known`: by request id, the number of tokens of each member that the caller already has; other requests are
+        left out."""
         found: Partials = {}
         for progress in self.engine.progress(known):
             found.setdefault(progress.request, {})[progress.member] = progress.segment
@@ -239,10 +245,12 @@ class Generation:
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
         """Load a published version, unless it is loaded and proven, and answer the challenge (None: there is none)
-        before the next step. After an answer outside the tolerance, or none, no step runs until a version is loaded.
+        before the next step; returns the version in use and the answer. After an answer outside the tolerance, or if
+        answering fails, no step runs until a version is loaded.
 
         Raises:
-            WireError: the version is not available, damaged or not of this model; the engine keeps its version.
+            WireError: the version is not available, damaged or not of this model, or there is no mailbox; the engine
+                keeps its version.
             RefusedRequest: the version is older than the version in use.
         """
         if self._mailbox is None:
@@ -264,14 +272,15 @@ class Generation:
         return Loaded(self.engine.version, scores)
 
     def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Load weights that the caller has, without a mailbox. Raises the errors of `NativeEngine.update`."""
+        """Load weights that the caller has, without a mailbox, as `version`. `tensors` and errors are those of
+        `NativeEngine.update`."""
         self.engine.update(version, tensors)
         self._work.set()  # an earlier load may have failed halfway
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
-        1. They are computed in pieces between steps (`NativeEngine.score`), the texts of one call at a time.
-        If a version is loaded meanwhile, all are computed again, in one go.
+        1. They are computed in pieces between steps (`NativeEngine.score`), the texts of one call at a time. If a
+        version is loaded meanwhile, all are computed again, in one go.
 
         Raises:
             RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
@@ -288,17 +297,18 @@ class Generation:
             return joined(found, len(texts))
 
     async def health(self) -> EngineHealth:
-        """Version, queue length and counters."""
+        """Version, queue length, counters, and the bytes of published versions that were read."""
         checked = 0 if self._mailbox is None else self._mailbox.checked
         return msgspec.structs.replace(self.engine.health(), checked=checked)
 
     def drain_spans(self) -> list[Span]:
-        """Busy spans since the last call."""
+        """Busy spans since the last call; each is returned once."""
         return self.engine.drain_spans()
 
     async def run(self) -> None:
-        """Step the engine while it has work, until cancelled. An error of the engine ends all requests and is raised.
-        Whenever the engine becomes idle, its integrity is checked."""
+        """Step the engine until cancelled; wait while it is idle or its weights are in doubt. Whenever it becomes idle,
+        its integrity is checked. An error of the engine, such as BrokenLogits or BoundViolated, is raised. In any case
+        the end breaks off all requests (`break_off`)."""
         try:
             while True:
                 if self.engine.idle or self.engine.in_doubt:
@@ -317,12 +327,14 @@ class Generation:
             self.break_off()
 
     def break_off(self) -> None:
-        """End every request now and refuse new ones."""
+        """Break off the listener of every request, and refuse new requests."""
         self.stopping = True
         for listener in self._listeners.values():
             listener.break_off()
 
     def _step(self) -> list[Completion]:
+        """Step the engine; returns the completions that ended. A request whose grammar cannot be followed is refused
+        and aborted instead, and the others wait for the next step."""
         try:
             return self.engine.step()
         except BrokenGrammar as broken:

@@ -53,7 +53,9 @@ class Parameters:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of a version into the parameters. `check` must have accepted the version."""
+        """Copy the tensors of a version into the parameters, or add its adapters to the base weights. `check` must have
+        accepted the version. An error halfway leaves a mixture; then `check` refuses adapters until all parameters
+        were loaded."""
         if self._beside:
             for name, parameter in self._beside.items():
                 parameter.copy_(tensors[name])
@@ -82,8 +84,9 @@ class Parameters:
     @torch.no_grad()
     def differing(self, digests: Mapping[str, TensorDigest]) -> tuple[tuple[str, ...], int]:
         """Names of tensors in memory that are missing or differ in any bit from the published tensors with these
-        digests, and the number of tensors compared. A tensor published in another dtype than the engine's was rounded
-        when it was loaded, so it is not compared. A tensor on a GPU is compared by its sums, if its digest has them."""
+        digests, and the number of tensors compared, missing ones included. A weight that is not the sum of its base and
+        adapters is named too. A tensor published in another dtype than the engine's was rounded when it was loaded, so
+        it is not compared. A tensor on a GPU is compared by its sums, if its digest has them."""
         held = {name: self._held(name) for name in digests}
         there = {name: tensor for name, tensor in held.items() if tensor is not None}
         alike = {name: tensor for name, tensor in there.items() if name_of(tensor.dtype) == digests[name].dtype}
@@ -188,8 +191,9 @@ Ints = npt.NDArray[np.int64]
 
 
 class Prover:
-    """Scores text with the engine's policy over a KV cache of its own, so completions are not touched. `most`: tokens
-    computed together, in addition to the bound on logits in memory (`model.packed.logprobs.CHUNK_LOGITS`)."""
+    """Scores text with the model of an engine's `policy` over a KV cache of its own, so completions are not touched.
+    `vocabulary`: number of token ids. `most`: most tokens computed together; fewer if their logits would exceed
+    `model.packed.logprobs.CHUNK_LOGITS`."""
 
     def __init__(self, policy: DecodePolicy, vocabulary: int, most: int) -> None:
         self._model, self._bytes = policy.model, _SPARE_TOKENS * policy.layout.bytes_per_token
@@ -206,8 +210,8 @@ class Prover:
         return found
 
     def text(self, token_ids: Sequence[int]) -> tuple[tuple[float, ...], int]:
-        """Log-probabilities of all tokens but the first of a text of at least three tokens, and the number of last
-        tokens that were decoded one at a time over the KV cache."""
+        """Log-probabilities of all tokens but the first of a text of at least three tokens, at temperature 1, and the
+        number of last tokens that were decoded one at a time over the KV cache."""
         text = np.asarray(token_ids, np.int64)
         decoded = min(DECODED, len(text) - 2)
         found = self._scored(lambda policy: _logprobs(policy.forward_of_text(text[:-1], decoded), text[1:]))
@@ -226,8 +230,8 @@ class Prover:
         self, completions: Completions, rows: Sequence[int], version: int, wanted: int, most: int
     ) -> tuple[tuple[float, float], ...]:
         """Recompute, without a KV cache, the log-probabilities of about `wanted` tokens that `version` sampled in
-        `rows`. Returns (reported, recomputed) pairs. `most`: largest number of tokens fed to the model. Rows with a
-        grammar are left out."""
+        `rows`. Returns (reported, recomputed) pairs; empty if there are no such tokens. `most`: largest number of
+        tokens fed to the model in all. Rows with a grammar are left out."""
         chosen = _chosen(completions, rows, version, wanted, most)
         if not chosen:
             return ()

@@ -67,7 +67,7 @@ class SamplingColumns:
         self._filtered = np.zeros(rows, np.bool_)
 
     def set(self, row: int, seed: int, sampling: Sampling) -> None:
-        """Store the settings of a new completion."""
+        """Store the settings of a new completion in a row."""
         self.seeds[row] = seed
         self.temperatures[row] = sampling.temperature
         plain = not sampling.filtered  # a greedy row with a grammar has no other filter
@@ -77,7 +77,8 @@ class SamplingColumns:
         self._filtered[row] = sampling.filtered or bool(sampling.grammar)
 
     def filtered(self, order_R: npt.NDArray[np.int64]) -> Filtered | None:
-        """The rows of `order_R` (row of each line of the logits) with a filter or grammar; None if there are none."""
+        """The rows of `order_R` (row of each line of the logits) with a filter or grammar, but not yet the tokens that
+        grammars allow; None if there are no such rows."""
         places = self._filtered[order_R].nonzero()[0]
         return Filtered(places, self._truncation.rows(order_R[places])) if len(places) else None
 
@@ -92,7 +93,8 @@ def mix(x: Any) -> Any:
 
 @compiled
 def uniforms(seeds: Any, places: Any) -> Any:
-    """One number in [0, 1) per row: output number `places` of the SplitMix64 generator that starts at ``mix(seed)``."""
+    """One float64 in [0, 1) per row: output number `places` (integers [R], from 0) of the SplitMix64 generator that
+    starts at ``mix(seeds)`` (uint64 [R])."""
     x = mix(mix(seeds) + (places.astype(np.uint64) + np.uint64(1)) * _GOLDEN)
     return (x >> np.uint64(12)).astype(np.float64) * _TO_UNIT
 
@@ -166,8 +168,8 @@ def draw_by_torch(
 
 
 def tempered(logits_RV: Tensor, temperatures: npt.NDArray[np.float32], filtered: Filtered | None) -> Tensor:
-    """Divide each row of logits by its temperature (by 1 if that is 0) and apply the filters. `filtered`: None: no row
-    has filters."""
+    """Divide each row of logits by its temperature (by 1 if that is 0) and apply the filters (None: no row has any).
+    The argument is not changed; it is returned itself if nothing is to be done."""
     if (temperatures != 1.0).any():
         divisors = torch.from_numpy(np.where(temperatures == 0.0, np.float32(1.0), temperatures))
         logits_RV = logits_RV / divisors.to(logits_RV.device)[:, None]

@@ -54,7 +54,7 @@ class Member:
 
 
 class Scheduler:
-    """Decides which completions run. Two rows for three completions of one request::
+    """Decides which completions of an engine run. Two rows for three completions of one request::
 
     scheduler.add(request)                         # waiting 0 1 2
     scheduler.admit()                              # [(row 0, member 0), (row 1, member 1)]: pending
@@ -85,6 +85,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
+        """Number of completions without a row."""
         return len(self._waiting)
 
     def prompts_waiting(self) -> dict[str, int]:
@@ -102,13 +103,14 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
+        """Whether every completion has ended."""
         return not self._open
 
     def add(self, request: GenerateRequest) -> None:
         """Queue the completions of a request.
 
         Raises:
-            RefusedRequest: its id is in use, or a completion of it could never fit the cache.
+            RefusedRequest: an open request has its id, or a completion of it could never fit the cache.
         """
         if request.id in self._open:
             raise RefusedRequest("id", repr(request.id), "an id that no open request uses")
@@ -120,7 +122,7 @@ class Scheduler:
         self._waiting.extend(members)
 
     def admit(self) -> list[tuple[int, Member]]:
-        """Give free rows to the head of the queue; returns (row, member) pairs."""
+        """Give free rows to the head of the queue, whose completions become pending; returns (row, member) pairs."""
         admitted = []
         while self._free and self._waiting:
             member, row = self._waiting.popleft(), self._free.pop()
@@ -131,7 +133,8 @@ class Scheduler:
         return admitted
 
     def grow(self, lengths: Ints) -> list[int]:
-        """Let running rows grow into longer slots; returns the preempted rows, newest first.
+        """Let running rows grow into longer slots. If the cache is full, the newest running rows become pending again;
+        returns these preempted rows, newest first.
 
         Args:
             lengths: [rows] tokens of each row.
@@ -148,6 +151,7 @@ class Scheduler:
         return self._preempted()
 
     def _preempted(self) -> list[int]:
+        """Preempt the newest running rows until the slots fit the budget; returns these rows."""
         preempted: list[int] = []
         while self._held > self._cache_tokens:
             newest = max(self._running, key=self._ages.__getitem__)
@@ -196,7 +200,7 @@ class Scheduler:
         return taken
 
     def finish(self, row: int) -> Member:
-        """Free the row of a completion that has ended; returns the completion."""
+        """Free the row of a running completion that has ended; returns the completion."""
         self._running.remove(row)
         return self._leave(row)
 
@@ -208,7 +212,8 @@ class Scheduler:
         self._held = 0
 
     def abort(self, request: str) -> list[int]:
-        """Drop the request with this id; returns the rows that its completions had. Unknown ids are ignored."""
+        """Drop the request with this id; returns the rows that its unfinished completions had. Unknown ids are
+        ignored."""
         self._waiting = deque(member for member in self._waiting if member.request.id != request)
         rows = [row for row, member in self._members.items() if member.request.id == request]
         self._pending = deque(row for row in self._pending if row not in rows)
@@ -224,10 +229,12 @@ class Scheduler:
 
     @property
     def running(self) -> list[int]:
+        """Rows of running completions, ascending."""
         return sorted(self._running)
 
     @property
     def pending(self) -> tuple[int, ...]:
+        """Rows of pending completions, oldest first."""
         return tuple(self._pending)
 
     def member(self, row: int) -> Member:
@@ -261,14 +268,17 @@ class Scheduler:
             raise BoundViolated(f"rows {self.running} run before older ones: pending are {self.pending}")
 
     def _fits(self, slot: int) -> bool:
+        """Whether a completion may start in a slot of this many tokens."""
         growth = int(GROWTH * self._cache_tokens) if self._running else 0
         return self._held + slot + growth <= self._cache_tokens
 
     def _hold(self, row: int, slot: int) -> None:
+        """Replace the slot of a row by one of this many tokens; 0: by none."""
         self._held += slot - int(self._slots[row])
         self._slots[row] = slot
 
     def _leave(self, row: int) -> Member:
+        """Take a completion out of its row; returns the completion."""
         member = self._members.pop(row)
         del self._ages[row]
         self._free.append(row)

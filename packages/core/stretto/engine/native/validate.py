@@ -45,8 +45,8 @@ def check_text(text: Sequence[int], field: str, vocab_size: int, context_length:
 
 
 def check_grammar(request: GenerateRequest, grammars: Grammars | None) -> None:
-    """Refuse a grammar that is not supported, and prefixes that do not follow the grammar. `grammars` None: no grammar
-    is supported. Does nothing for a request without a grammar.
+    """Refuse the grammar of a request that has one if it cannot be compiled or followed, and prefixes that do not
+    follow it. `grammars`: compiles it; None: every grammar is refused.
 
     Raises:
         RefusedRequest: names the first wrong field.
@@ -98,7 +98,8 @@ def _check_counts(request: GenerateRequest) -> None:
 
 
 def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: int, version: int) -> None:
-    """Refuse prefixes that no engine of this model can have sampled up to `version`; call `check_request` first.
+    """Refuse prefixes that no engine of this model can have sampled up to `version`, or that leave nothing to sample;
+    call `check_request` first.
 
     Raises:
         RefusedRequest: names the first wrong prefix.
