@@ -62,7 +62,7 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     )
 
     def targets(self, layer: str) -> bool:
-        """Whether the linear layer with this name gets an adapter."""
+        """Whether the linear layer with this name, such as "model.layers.0.self_attn.q_proj", gets an adapter."""
         return not self.target_modules or layer.rsplit(".", 1)[-1] in self.target_modules
 
 

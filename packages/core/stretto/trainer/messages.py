@@ -21,7 +21,8 @@ Evidence = Literal["all", "uninterrupted", "none"]
 
 
 class TokensSpec(Record, frozen=True):
-    """Folder in which per-token results are stored; `config` is the JSON text of a `TokensConfig`."""
+    """Argument of trainers that store per-token results: the `folder` for them, and `config`, the JSON text of a
+    `TokensConfig`."""
 
     folder: str
     config: str
@@ -30,11 +31,12 @@ class TokensSpec(Record, frozen=True):
 class TrainerSpec(Record, frozen=True):
     """Arguments of the trainer's process; `trainer` and `algorithm` are JSON texts of their pydantic models.
 
-    `model`: folder of version 0. `mailbox`, `mailbox_folder`: name and folder of the publications
+    `model`: folder of version 0. `mailbox`, `mailbox_folder`: name of the run and folder of its published versions
     (`weights.shared_memory`). `sampling`: the engines' settings, so that engines and trainer evaluate the same
-    distribution. `checkpoint`: folder to begin with; None: version 0. `descriptor`: this process's end of the channel
-    to the conductor; set at the start. `kernels`: file with the run's choice of kernels; None: none. `published`: dtype
-    of published floating-point numbers; None: the trainer's dtype.
+    distribution. `threads`: of torch. `checkpoint`: folder to begin with; None: version 0. `descriptor`: file
+    descriptor of this process's end of the channel to the conductor; set at the start. `kernels`: file that keeps the
+    run's choice of kernels; None: no file. `published`: dtype of published floating-point numbers; None: the trainer's
+    dtype.
     """
 
     model: str
@@ -66,8 +68,8 @@ class TrainerSpec(Record, frozen=True):
 class SupervisedSpec(Record, frozen=True):
     """Arguments of the process of supervised learning. `model`: folder of the policy to train; `out`: folder for the
     trained one. `examples`: file with `Examples` in MessagePack. `config`: JSON text of a `SupervisedConfig` or
-    `PreferenceConfig`. `descriptor`: this process's end of the channel to its parent. `role`: its name in messages.
-    `gpus`: ids of the GPUs that it sees; empty: all."""
+    `PreferenceConfig`. `seed`: decides the order of the examples. `descriptor`: file descriptor of this process's end
+    of the channel to its parent. `role`: its name in messages. `gpus`: ids of the GPUs that it sees; empty: all."""
 
     model: str
     examples: str
@@ -93,8 +95,8 @@ class Publish(Record, frozen=True, tag=True):
 
 
 class SaveCheckpoint(Record, frozen=True, tag=True):
-    """Order: copy the trainer's state; reply `Copied`. The copy is written to this folder while other orders run; then
-    the notice `CheckpointSaved` or `CheckpointFailed` follows."""
+    """Order: copy the trainer's state in memory; reply `Copied`. The copy is written to this folder while other orders
+    run; then the notice `CheckpointSaved` or `CheckpointFailed` follows."""
 
     folder: str
 
@@ -155,7 +157,8 @@ class CheckpointSaved(Record, frozen=True, tag=True):
 
 
 class CheckpointFailed(Record, frozen=True, tag=True):
-    """Notice: the checkpoint could not be written. `problem` is for the user; the traceback is in the process's log."""
+    """Notice: the checkpoint could not be written. `problem` is for the user, and `exit_code` for a command that ends
+    with it; the traceback is in the process's log."""
 
     folder: str
     problem: str
@@ -170,7 +173,7 @@ class PolicySaved(Record, frozen=True, tag=True):
 
 
 class RankLost(Record, frozen=True, tag=True):
-    """A rank died or hangs, so the trainer ends; `how` names the rank and the cause."""
+    """Notice: a rank died or hangs, so the trainer ends; `how` names the rank and the cause."""
 
     how: str
 
@@ -217,6 +220,7 @@ class Preference:
 
     @property
     def tokens(self) -> int:
+        """Tokens of the two sequences that are computed: the prompt counts twice."""
         return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
 
 

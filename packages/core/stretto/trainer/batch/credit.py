@@ -64,7 +64,7 @@ def advantages_by_path(
         groups: the whole batch, since some estimators normalise over it.
 
     Raises:
-        RecipeError: a user's estimator returned a wrong shape or a non-finite number.
+        RecipeError: a user's estimator raised, or returned a wrong shape or a non-finite number.
     """
     estimator, by_turn = config.advantages, config.advantages.credit == "turn"
     compared = defaultdict[tuple[int, str, int], list[_Unit]](list)
@@ -143,6 +143,7 @@ def rewards_compared(config: AlgorithmConfig, group: Group) -> Iterable[Sequence
 
 
 def _part(path: ScoredPath) -> tuple[str, int]:
+    """Path id and number of loss tokens."""
     return path.path.id, len(path.trained)
 
 

@@ -29,7 +29,7 @@ from stretto.trainer.ranks import ALONE, Ranks
 
 
 def micro_batches(lengths: Sequence[int], capacity: int, fewest: int = 1) -> list[list[int]]:
-    """Algorithm 1 (AReaL, appendix B.3): indices of the sequences of each micro-batch.
+    """Algorithm 1 (AReaL, appendix B.3): indices into `lengths` of the sequences of each micro-batch; empty for none.
 
     Sequences are placed longest first. A sequence opens a new micro-batch if there are fewer than `fewest`, or if none
     has room for it. Otherwise, of the micro-batches with room, it joins the one with the fewest sequences. A
@@ -152,10 +152,12 @@ def minibatch(
     position with several targets counts as one token in the mean.
 
     Args:
-        samples: of all ranks.
+        samples: of all ranks, in the same order on each.
+        config: gives the size of micro-batches.
         aggregation: how the tokens' losses are averaged; "sum": they are added.
         longest: ``sampling.max_tokens``.
         device: of the tensors of the result.
+        ranks: the processes among which the samples are divided.
         trajectories: mean number of trajectories per minibatch of the batch; None: these samples are the whole batch.
     """
     lengths = [len(set(sample.loss_positions) if len(sample.targets) else sample.loss_positions) for sample in samples]
@@ -199,6 +201,7 @@ def _micro_batch(samples: Sequence[Sample], scales: Sequence[float], device: tor
 
 
 def _mixed(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
+    """`MicroBatch.mixed` of these samples."""
     if not any(len(sample.mixed) for sample in samples):
         return None
     each = [np.asarray(one.mixed) if len(one.mixed) else np.zeros(len(one.loss_positions)) for one in samples]

@@ -49,7 +49,7 @@ class PathTokens:
     prompt_tokens: int  # 0 if the path does not start with the prompt
     places: Ints  # [S] positions of the own sampled tokens in token_ids, ascending
     behavior_logprobs: Floats  # [S]
-    versions: Ints  # [S]
+    versions: Ints  # [S], by which the tokens were sampled
     turns: tuple[PathTurn, ...]  # own turns; their tokens sum to S
     turns_before: int  # number of turns before them, which belong to earlier paths
     stop_reason: StopReason | None  # stop reason of the last turn
@@ -61,8 +61,8 @@ class PathTokens:
 
 
 def paths_of(prompt: Prompt, trajectory: Trajectory, evidence: Evidence = "all") -> list[PathTokens]:
-    """The paths of a decided trajectory as token sequences; empty if no token was sampled. `evidence`: tokens whose
-    context is of their version.
+    """The paths of a decided trajectory of `prompt` as token sequences; empty if no token was sampled. `evidence`:
+    tokens whose context is of their version; the others are marked as `mixed`.
 
     Raises:
         BoundViolated: the checksum of a segment does not match, or a token was sampled without any context.
@@ -82,7 +82,7 @@ def path_id(trajectory: str, number: int) -> str:
 
 
 def trajectory_of(path: str) -> str:
-    """Id of the trajectory that a path belongs to."""
+    """Id of the trajectory that the path with this id belongs to; the inverse of `path_id`."""
     group, slash, member = path.rpartition("/")
     return group + slash + member.partition(":")[0]
 
@@ -114,6 +114,7 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str, evidenc
 
 
 def _mixed(own: Sequence[Segment], evidence: Evidence) -> Ints | tuple[()]:
+    """`PathTokens.mixed` of the own segments of a path."""
     if evidence == "all":
         return ()
     return np.repeat(
@@ -150,6 +151,7 @@ def _versions(segment: Segment) -> Ints:
 
 
 def _newest_writer(own: Sequence[Segment]) -> str:
+    """`PathTokens.engine` of the own segments of a path."""
     newest = max(segment.stamps[-1][0] for segment in own)
     names = set[str]()
     for segment in own:
@@ -178,7 +180,8 @@ def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
 
 
 def turns_of(trajectory: Trajectory, own: Sequence[Segment]) -> tuple[PathTurn, ...]:
-    """The turns of a path, of its own sampled segments."""
+    """The turns of a path, one for each of `own`, its own sampled segments. Where segments have rewards, one without
+    has 0 (`PathTurn`)."""
     apart = any(segment.reward is not None for segment in trajectory.segments)
     last = 0.0 if apart else trajectory.reward
     rewards = [(last if segment is own[-1] else 0.0) if segment.reward is None else segment.reward for segment in own]

@@ -86,7 +86,7 @@ class Sample:
 
 
 def scored_of(sample: Sample) -> Whole:
-    """The positions [M] of a sample whose log-probability is wanted, ascending."""
+    """The positions [M] in a sample's tokens whose log-probability is wanted, ascending."""
     return sample.scored if len(sample.scored) else sample.loss_positions
 
 
@@ -116,13 +116,13 @@ def samples_of(
 ) -> SampledBatch:
     """Compute advantages over the whole batch, then build one sample for each path that has loss tokens.
 
-    `longest`: ``sampling.max_tokens``. `values`: the critic's value of the state before each sampled token; empty
-    without a critic. `reference_logprobs`: log-probabilities by the reference policy, needed if the KL is part of the
-    reward. `evidence`: tokens by which engines may be judged.
+    `longest`: ``sampling.max_tokens``. `values`: the critic's value of the state before each sampled token, by path id;
+    empty without a critic. `reference_logprobs`: log-probabilities by the reference policy, by path id, needed if the
+    KL is part of the reward. `evidence`: tokens by which engines may be judged.
 
     Raises:
-        BoundViolated: the version of a token is not published yet, or `paths_of` refuses a trajectory.
-        RecipeError: a user's estimator returned a wrong shape or a non-finite number.
+        BoundViolated: a token's version is newer than the batch's, or `paths_of` refuses a trajectory.
+        RecipeError: a user's estimator raised, or returned a wrong shape or a non-finite number.
     """
     paths = {t.id: paths_of(group.prompt, t, evidence) for group in batch.groups for t in group.trajectories}
     kl = _kl([path for own in paths.values() for path in own], config, reference_logprobs)
@@ -156,7 +156,8 @@ def samples_of(
 
 
 def _kl(paths: Sequence[PathTokens], config: AlgorithmConfig, reference_logprobs: TokenScores) -> TokenScores:
-    """KL(behavior || reference) at each sampled token, by path id; empty if it is not part of the reward."""
+    """KL(behavior || reference), not weighted, at each sampled token, by path id; empty if it is not part of the
+    reward."""
     estimator = config.divergence("reward")
     if estimator is None:
         return NO_SCORES
@@ -191,6 +192,7 @@ def _scored(
 
 
 def _sample(scored: ScoredPath, advantages: Doubles, version: int, targets: Mapping[str, Doubles]) -> Sample:
+    """Make the sample of a path. `version`: in training; `targets`: a result of `_targets`."""
     path = scored.path
     return Sample(
         id=path.id,

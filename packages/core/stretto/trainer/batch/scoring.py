@@ -26,11 +26,11 @@ def score_tokens(
     continues: Callable[[PathTokens], bool] = lambda _: False,
     ranks: Ranks = ALONE,
 ) -> dict[str, Doubles]:
-    """Scores of the own sampled tokens of each path, including masked tokens, by path id. The result is the same on
-    every rank; all ranks must call it.
+    """Scores of the own sampled tokens of each path, including tokens too old to be trained on, by path id. The result
+    is the same on every rank; all ranks must call it. Empty if no token was sampled.
 
-    `capacity`: most tokens of a forward pass. `evaluate` returns one score per wanted token. A path for which
-    `continues` is true gets one score more, of the state after its last token.
+    `capacity`: most tokens of a forward pass. `device`: where `evaluate` computes; it returns one score per wanted
+    token. A path for which `continues` is true gets one score more, of the state after its last token.
 
     Raises:
         BoundViolated: the checksum of a segment does not match, or a token was sampled without any context.

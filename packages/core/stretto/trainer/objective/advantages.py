@@ -30,8 +30,8 @@ class Shaping(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
 
 
 def overlong(length: int, longest: int, buffer: int, penalty: float) -> float:
-    """The penalty for the length of a completion: 0 up to `longest - buffer` tokens, then falling linearly to -penalty
-    at `longest`.
+    """The penalty, 0 or negative, for a completion of `length` tokens: 0 up to `longest - buffer` tokens, then falling
+    linearly to -penalty at `longest` and beyond. A `buffer` of 0: no penalty.
 
     DAPO, arXiv 2503.14476, equation 13 (its L_max and L_cache are `longest` and `buffer`).
 
@@ -54,7 +54,7 @@ Groups = Sequence[Sequence[float]]
 
 def group_normalised(rewards: Groups, eps: float) -> list[list[float]]:
     """GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2): (r - mean) / (std + eps) over the rewards of a group,
-    population std; 0 in a group of equal rewards.
+    population std; 0 in a group of equal rewards or of one.
 
     >>> group_normalised([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0]], eps=0.0)
     [[1.0, -1.0, -1.0, 1.0], [0.0, 0.0]]
@@ -67,7 +67,7 @@ def group_normalised(rewards: Groups, eps: float) -> list[list[float]]:
 
 
 def group_centred(rewards: Groups) -> list[list[float]]:
-    """Dr. GRPO (arXiv 2503.20783, section 3.2): r - mean of its group's rewards."""
+    """Dr. GRPO (arXiv 2503.20783, section 3.2): r - mean of its group's rewards; 0 in a group of equal rewards."""
     return [[r - math.fsum(group) / len(group) if _differs(group) else 0.0 for r in group] for group in rewards]
 
 
@@ -84,7 +84,8 @@ def leave_one_out(rewards: Groups) -> list[list[float]]:
 
 
 def lite_ppo(rewards: Groups, eps: float) -> list[list[float]]:
-    """LitePPO (arXiv 2508.08221): (r - mean of the group) / (std of all rewards of the batch + eps), population std.
+    """LitePPO (arXiv 2508.08221): (r - mean of the group) / (std of all rewards of the batch + eps), population std; 0
+    in a group of equal rewards.
 
     >>> lite_ppo([[4.0, 0.0], [2.0, 2.0]], eps=0.0)   # mean 2, variance (4 + 4) / 4 = 2
     [[1.414213562373095, -1.414213562373095], [0.0, 0.0]]
@@ -95,9 +96,10 @@ def lite_ppo(rewards: Groups, eps: float) -> list[list[float]]:
 
 
 def batch_normalised(rewards: Groups, tokens: Sequence[Sequence[int]], eps: float) -> list[list[float]]:
-    """AReaL, appendix B.1: (r - mean) / (std + eps) over all tokens of the batch; long completions weigh more.
+    """AReaL, appendix B.1: (r - mean) / (std + eps) over all tokens of the batch, population std; long completions
+    weigh more. All 0 if the rewards are equal.
 
-    `tokens`: number of loss tokens of each completion; a completion without loss tokens does not count.
+    `tokens`: number of loss tokens of each completion; without loss tokens it does not count in mean and std.
     """
     pairs = [(r, n) for group, counts in zip(rewards, tokens, strict=True) for r, n in zip(group, counts, strict=True)]
     total = sum(n for _, n in pairs)
@@ -110,11 +112,12 @@ def batch_normalised(rewards: Groups, tokens: Sequence[Sequence[int]], eps: floa
 
 def reinforce_pp_baseline(rewards: Groups, tokens: Sequence[Sequence[int]], eps: float) -> list[list[float]]:
     """REINFORCE++ with a baseline (arXiv 2501.03262): r - mean of the group, then normalised over all tokens of the
-    batch (`eps` is added to the deviation)."""
+    batch by `batch_normalised`."""
     return batch_normalised(group_centred(rewards), tokens, eps)
 
 
 def _norm(centred: Sequence[float]) -> float:
+    """Population standard deviation of numbers whose mean is 0; 0 for none."""
     return math.sqrt(math.fsum(a * a for a in centred) / len(centred)) if centred else 0.0
 
 

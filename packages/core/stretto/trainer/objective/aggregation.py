@@ -17,8 +17,8 @@ Aggregation = Literal["token_mean", "sequence_mean", "fixed_length"]
 
 
 def sequence_mean(lengths: Sequence[int], trajectories: float) -> list[float]:
-    """1 / (trajectories * loss tokens of the trajectory): every trajectory weighs the same (GRPO, arXiv 2402.03300,
-    equation 3).
+    """1 / (trajectories * loss tokens of the trajectory) for each of `lengths`, loss tokens of a trajectory: every
+    trajectory weighs the same (GRPO, arXiv 2402.03300, equation 3). `trajectories`: mean number per minibatch.
 
     >>> sequence_mean([1, 4], trajectories=2)
     [0.5, 0.125]
@@ -27,7 +27,8 @@ def sequence_mean(lengths: Sequence[int], trajectories: float) -> list[float]:
 
 
 def fixed_length(lengths: Sequence[int], trajectories: float, longest: int) -> list[float]:
-    """1 / (trajectories * longest): a token weighs the same in every step (Dr. GRPO, arXiv 2503.20783, section 3.2).
+    """1 / (trajectories * longest) for each of `lengths`: a token weighs the same in every step (Dr. GRPO, arXiv
+    2503.20783, section 3.2). `trajectories`: mean number per minibatch; `longest`: ``sampling.max_tokens``.
 
     >>> fixed_length([1, 3], trajectories=2, longest=4)
     [0.125, 0.125]
@@ -38,8 +39,9 @@ def fixed_length(lengths: Sequence[int], trajectories: float, longest: int) -> l
 def coefficients(
     aggregation: Aggregation | Literal["sum"], lengths: Sequence[int], trajectories: float, longest: int
 ) -> list[float]:
-    """The factor of the token losses of each trajectory in the loss, a sum. `lengths`: loss tokens of each trajectory;
-    `trajectories`: mean number per minibatch; `longest`: ``sampling.max_tokens``. "sum" gives factors of 1."""
+    """The factor of the token losses of each trajectory in the loss, a sum; empty without trajectories. `lengths`: loss
+    tokens of each trajectory of a minibatch, at least 1; `trajectories`: mean number per minibatch; `longest`:
+    ``sampling.max_tokens``. "sum" gives factors of 1."""
     match aggregation:
         case "token_mean":
             return token_mean(lengths) if lengths else []

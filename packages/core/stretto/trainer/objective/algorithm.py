@@ -56,7 +56,8 @@ class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="
     entropy_bonus: float = Field(0.0, ge=0, allow_inf_nan=False, description="weight of the mean entropy in J")
 
     def divergence(self, into: Literal["loss", "reward"]) -> Divergence | None:
-        """The KL estimator if the recipe adds the divergence to `into` (the loss or the reward); else None."""
+        """The KL estimator (`objective.kl`) if the recipe adds the divergence to `into`; None if it adds it to the
+        other, or has no reference policy."""
         reference = self.reference
         return getattr(kl, reference.estimator) if reference is not None and reference.into == into else None
 

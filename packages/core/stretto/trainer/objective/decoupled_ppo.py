@@ -35,7 +35,7 @@ def anchor_logprobs(
 ) -> Tensor:
     """log anchor, [N]: log-probabilities by the policy at the centre of the trust region. `policy`, `before` and
     `behavior`: log-probabilities [N] by the present policy, the policy before this training step, and the policy that
-    sampled.
+    sampled. `staleness`: versions from the one that sampled to the one before the step, [N].
 
     recomputed     the policy before this training step; needs `before`
     interpolated   an estimate of the former from the versions (A-3PO), without another forward pass

@@ -109,7 +109,7 @@ def gae(
     eps: Eps = 1e-6,
     critic: WithCritic = None,
 ) -> TokenScores:
-    """Generalised advantage estimation; without a critic that is the terminal reward, discounted."""
+    """Generalised advantage estimation; without a critic that is the reward at the last token, discounted."""
     scores: TokenScores = _by_token("gae")(groups, gamma, lam, eps if normalised else None)
     return scores
 
@@ -162,8 +162,8 @@ ESTIMATORS = Door(
 
 
 def estimate_faults(estimator: EstimatorSection, groups: Groups, found: Any) -> Iterator[str]:
-    """Yield a fault if `found`, the result of an estimator for these groups, has a wrong shape or a non-finite number.
-    A fault is a phrase that follows the estimator's name in a message."""
+    """Yield one fault if `found`, the result of an estimator for these groups, has a wrong shape or a non-finite
+    number; otherwise nothing. A fault is a phrase that follows the estimator's name in a message."""
     needed: list[int] = [len(groups), *map(len, groups)]
     what = "a number for each completion of each group"
     if estimator.along:
@@ -191,4 +191,5 @@ def _lengths(groups: Groups) -> list[list[int]]:
 
 
 def _by_token(name: str) -> Any:
+    """Load a function of `token_estimators.py`, which imports numpy."""
     return load(name, ESTIMATORS.key, ESTIMATORS.what, {name: f"stretto.trainer.objective.token_estimators:{name}"})

@@ -26,8 +26,8 @@ from stretto.trainer.objective.tokens import LossTokens, bounded
 
 @dataclass(frozen=True)
 class Objective:
-    """The parts of a loss. `selection`, if any, is called first, with the whole minibatch, and chooses the tokens that
-    stay in the loss."""
+    """The parts of a loss. `selection`, if any, is called by the trainer before `evaluate`, with the whole minibatch,
+    and chooses the tokens that stay in the loss (`LossTokens.kept`)."""
 
     surrogate: Surrogate
     correction: Correction
@@ -38,7 +38,7 @@ class Objective:
 
 
 def objective(config: AlgorithmConfig) -> Objective:
-    """The parts of a recipe's loss."""
+    """The parts of a recipe's loss, with the recipe's numbers bound."""
     return Objective(
         surrogate=config.loss.surrogate,
         correction=CORRECTIONS.bound(config.correction),
@@ -79,8 +79,9 @@ def evaluate(objective: Objective, policy_logprobs: Tensor, tokens: LossTokens, 
     """The loss of N tokens, from their log-probabilities `policy_logprobs` [N], differentiable. The losses of a
     minibatch's micro-batches sum to the loss of the minibatch.
 
-    `entropy` [N], differentiable, is needed if the objective has an entropy bonus, and `tokens.reference_logprobs` if
-    it has a divergence. Either is ignored otherwise, and may be None.
+    `entropy` [N], differentiable, is needed for the entropy bonus, and `tokens.reference_logprobs` for the divergence:
+    where one is None, its term is left out. Either is ignored if the objective has no such term. Raises RecipeError if
+    a user's surrogate or correction raises.
     """
     terms = objective.surrogate(policy_logprobs, tokens)
     weights = objective.correction(tokens)

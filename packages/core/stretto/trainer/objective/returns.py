@@ -20,8 +20,8 @@ Whole = Sequence[int] | npt.NDArray[Any]
 
 
 def reinforce_pp(per_token: Sequence[Column], eps: float) -> Sequence[Column]:
-    """REINFORCE++ (arXiv 2501.03262): the discounted returns of all loss tokens of the batch, normalised together;
-    `eps` is added to the deviation.
+    """REINFORCE++ (arXiv 2501.03262): the discounted returns of all loss tokens of the batch, normalised together; all
+    0 if they are equal. `eps` is added to the deviation.
 
     `per_token`: for each completion, the return of each loss token (`terminal`). The result has the same nesting.
     Without a discount it equals `advantages.batch_normalised`.
@@ -41,8 +41,9 @@ def gae(rewards: Column, values: Column, gamma: float, lam: float) -> Doubles:
 
         A_t = delta_t + gamma lam A_(t+1),    delta_t = r_t + gamma V_(t+1) - V_t
 
-    `values[t]` is the value of the state before token t. A truncated completion has one more entry in `values`, for the
-    state after its last token (arXiv 1712.00378, section 3); otherwise that value is 0.
+    `rewards[t]` is the reward of token t, `values[t]` the value of the state before it. A truncated completion may have
+    one more entry in `values`, for the state after its last token (arXiv 1712.00378, section 3); otherwise that value
+    is 0.
 
     >>> gae([0.0, 0.0, 1.0], [0.5, 0.5, 0.5], gamma=1.0, lam=0.5).tolist()   # delta = 0, 0, 0.5
     [0.125, 0.25, 0.5]

@@ -182,18 +182,18 @@ _ANCHOR = (
 
 
 class LossSection(Section):
-    """A surrogate with its anchor and parameters."""
+    """A surrogate with its anchor and parameters: the value of `algorithm.loss`. Each surrogate has a subclass."""
 
     kind: str
     anchor: Anchor
 
     @classmethod
     def fields_of(cls, part: Part) -> dict[str, Any]:
-        """Fields of the section of the surrogate `part`: the allowed anchors, its parameters, and the parameters of its
-        selection.
+        """Fields of the section of the surrogate `part`, (type, default) by name: the allowed anchors, its parameters,
+        and the parameters of its selection.
 
         Raises:
-            ValueError: the surrogate declares unknown anchors.
+            ValueError: the surrogate declares unknown anchors, or a parameter that cannot be written in a recipe.
         """
         anchors, allowed = fact(part, "anchors", get_args(Anchor)), get_args(Anchor)
         if not (isinstance(anchors, tuple) and anchors and set(anchors) <= set(allowed)):

@@ -34,10 +34,10 @@ def gae(groups: Groups, gamma: float, lam: float, eps: float | None) -> TokenSco
 
 
 def advantages_of(estimator: EstimatorSection, groups: Groups) -> TokenScores:
-    """The advantage of each loss token of each completion of each group.
+    """The advantage of each loss token of each completion of each group. `groups`: the whole batch.
 
     Raises:
-        RecipeError: a user's estimator returned a wrong shape or a non-finite number.
+        RecipeError: a user's estimator raised, or returned a wrong shape or a non-finite number.
     """
     own = is_own(estimator.kind)
     found: Any = ESTIMATORS.bound(estimator)(_as_lists(groups) if own else groups)
@@ -98,9 +98,11 @@ def _discounted(completion: RewardedCompletion, decay: float) -> Doubles:
 
 
 def _trained(found: Doubles, completion: RewardedCompletion) -> Doubles:
+    """The numbers of the loss tokens, of numbers for all sampled tokens."""
     return found if len(completion.trained) == len(found) else found[np.asarray(completion.trained, np.int64)]
 
 
 def _normalised(per_token: TokenScores, eps: float) -> TokenScores:
+    """Normalise numbers by their mean and deviation over all loss tokens of the batch."""
     flat = iter(returns.reinforce_pp([completion for group in per_token for completion in group], eps))
     return [[next(flat) for _ in group] for group in per_token]

@@ -26,7 +26,7 @@ def bounded(log_ratio: Tensor, lowest: float = -LARGEST_LOG_RATIO) -> Tensor:
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """exp of the bounded log-ratio: always finite."""
+    """exp of the log-ratio, which is clamped to ±20 first (`bounded`), so never infinite."""
     return bounded(log_ratio).exp()
 
 
@@ -42,7 +42,7 @@ class Sequences:
 
     @classmethod
     def of(cls, lengths_S: Tensor) -> Sequences:
-        """Build it from the number of loss tokens of each sequence."""
+        """Make it from the number of loss tokens of each sequence, [S] int64."""
         order_S = lengths_S.new_ones(lengths_S.shape).cumsum(0) - 1
         return cls(order_S.repeat_interleave(lengths_S), lengths_S)
 
