@@ -47,7 +47,8 @@ def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Context manager: disable all adapters of the model, which is the initial policy during the block."""
+    """Context manager: disable all adapters of the model, which is the initial policy during the block. Does nothing to
+    a model without adapters."""
     layers = adapted_layers(model).values()
     scalings = [layer.scaling[ADAPTER] for layer in layers]
     for layer in layers:
@@ -60,14 +61,14 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
 
 
 def plain_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that are not adapters, with their plain names."""
+    """Yield the parameters that are not adapters, as (plain name, parameter)."""
     for name, parameter in model.named_parameters():
         if ".lora_" not in name:
             yield name.replace(".base_layer.", "."), parameter
 
 
 def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield A and B of every adapted layer, with the names under which they are published."""
+    """Yield A and B of every adapted layer, as (name under which it is published, parameter); B without its scale."""
     for name, layer in adapted_layers(model).items():
         for kind, both in ((LORA_A, layer.lora_A), (LORA_B, layer.lora_B)):
             yield name + kind, cast(nn.Linear, both[ADAPTER]).weight
@@ -93,8 +94,8 @@ def merged(layer: Adapted, weight: Tensor, ranks: Ranks) -> Tensor:
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig, *, seed: int = SEED, head: bool = False) -> None:
-    """Freeze the model, and add an adapter to each linear layer that `config` names. `head`: also to the output matrix.
-    `seed`: seed of the random A."""
+    """Freeze the model in place, and add an adapter to each linear layer that `config` names. `head`: also to the
+    output matrix. `seed`: of the random A; torch's own random state is unchanged."""
     wanted = [name for name in linear_layers(model) if config.targets(name)]
     if head:
         wanted += [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
@@ -135,4 +136,5 @@ def gather_adapters(
 
 
 def _peft_config(config: LoraConfig, names: Iterable[str]) -> peft.LoraConfig:
+    """peft's config for adapters on the layers with these names."""
     return peft.LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=sorted(names), task_type="CAUSAL_LM")

@@ -54,7 +54,8 @@ _ERRORS = (OSError, RuntimeError, ValueError, SafetensorError, CheckpointExcepti
 
 
 class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Contents of ``trainer.json``. `scale`: alpha / rank of the adapters; None: without adapters, or not recorded.
+    """Contents of ``trainer.json``. `bad_steps_in_a_row`: skipped optimizer steps up to now (`Optimizer`). `scale`:
+    alpha / rank of the adapters; None: without adapters, or not recorded.
 
     Example: ``TrainerPosition(version=50, bad_steps_in_a_row=0)``
     """
@@ -69,12 +70,12 @@ class TrainerState:
     """A copy of this rank's training state on the CPU, unaffected by further training."""
 
     position: TrainerPosition
-    state: dict[str, Tensor]
+    state: dict[str, Tensor]  # as `_state`
     ranks: Ranks
 
     @classmethod
     def of(cls, optimizer: Optimizer, version: int) -> Self:
-        """Copy the parameters and the optimizer's state to the CPU; `version`: version of the policy."""
+        """Copy the parameters and the optimizer's state to the CPU; all ranks must call it. `version`: the policy's."""
         position = TrainerPosition(version, optimizer.bad_steps_in_a_row, _scale(optimizer))
         ranks = optimizer.ranks
         return cls(position, {name: ranks.copy_to_cpu(tensor) for name, tensor in _state(optimizer).items()}, ranks)
@@ -106,6 +107,7 @@ class TrainerState:
             raise StoreError(f"{folder}: the checkpoint cannot be written: {_described(error)}") from error
 
     def _save(self, folder: Path, state: dict[str, Tensor], files: Mapping[str, int], *, alone: bool = False) -> None:
+        """Write `state` into files with these numbers (`_files`). `alone`: rank 0 writes full tensors by itself."""
         # torch builds a file in memory before it writes it: small files, so that the copy is small.
         writer = HuggingFaceStorageWriter(str(folder), dict(files), save_distributed=True)
         writer.sync_files = False  # the store does
@@ -127,6 +129,7 @@ def _files(state: Mapping[str, Tensor], ranks: int) -> dict[str, int]:
 
 
 def _by_file(files: Mapping[str, int]) -> list[list[str]]:
+    """The names of the tensors of each file."""
     return [list(names) for _, names in itertools.groupby(files, key=files.__getitem__)]
 
 
@@ -156,7 +159,8 @@ def _wait_for_files(folder: Path, ranks: Ranks) -> None:
 
 
 def _all_read(folder: Path, ranks: Ranks) -> bool:
-    """Whether every rank finds the same files at this path as rank 0: names, sizes and ``trainer.json`` are equal."""
+    """Whether every rank finds the same files at this path as rank 0: names, sizes and ``trainer.json`` are equal.
+    OSError if a folder with files has no ``trainer.json``."""
     files = sorted((path.name, path.stat().st_size) for path in folder.glob("*") if path.is_file())
     position = (folder / _POSITION).read_bytes() if files else b""
     number = int.from_bytes(hashlib.sha256(repr((files, position)).encode()).digest()[:7])
@@ -172,7 +176,8 @@ def _described(error: BaseException) -> str:
 
 
 def load(folder: Path, optimizer: Optimizer) -> int:
-    """Load parameters and optimizer state in place; returns the version. All ranks must call it, with rank 0's folder.
+    """Load parameters and optimizer state into `optimizer`; returns the policy's version. All ranks must call it, with
+    rank 0's folder.
 
     Raises:
         StoreError: the folder is incomplete, or of another model; nothing has changed. With several ranks or on a GPU
@@ -229,6 +234,8 @@ def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks, scale: flo
 def _checked(
     folder: Path, wanted: Mapping[str, Tensor], scale: float | None
 ) -> tuple[HuggingFaceStorageReader, TrainerPosition]:
+    """Open a checkpoint whose tensors have the names and shapes of `wanted`. Raises StoreError if it has others, or is
+    of adapters with another scale; or one of `_ERRORS` or `UNREADABLE` if it is damaged."""
     reader = HuggingFaceStorageReader(str(folder))
     position = msgspec.json.decode((folder / _POSITION).read_bytes(), type=TrainerPosition)
     theirs = reader.read_metadata().state_dict_metadata
@@ -245,6 +252,7 @@ def _scale(optimizer: Optimizer) -> float | None:
 
 
 def _trained(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """The parameters that are trained, as (name, parameter)."""
     return [(name, parameter) for name, parameter in optimizer.trained.named_parameters() if parameter.requires_grad]
 
 
@@ -260,7 +268,8 @@ def _state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 
 def check(folder: Path, policy: nn.Module) -> None:
-    """Check that a trainer of `policy` can load a checkpoint, by names and shapes only.
+    """Check that a trainer of `policy`, a model with adapters if the recipe has them, can load a checkpoint, by names
+    and shapes only.
 
     Raises:
         StoreError: the checkpoint is incomplete, or of another model or format.

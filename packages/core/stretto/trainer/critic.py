@@ -51,19 +51,21 @@ class Critic(Optimizer):
         self, model: PreTrainedModel, config: TrainerConfig, settings: CriticConfig, ranks: Ranks = ALONE
     ) -> None:
         """Shard the critic over the ranks. `model`: a copy of the initial policy for the critic alone, loaded with
-        packed attention. `config`: optimizer settings, except for the learning rate of `settings`."""
+        packed attention. `config`: optimizer settings, except for the learning rate of `settings`. Raises RecipeError
+        and ModelFolderError as `Ranks.shard`."""
         self._values, self._steps = StateValues(model, config, ranks), config.steps
         self._clip, self._truncated = settings.clip, settings.truncated
         optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})
         super().__init__(self._values, model, optimizer, ranks, (self._values.head,))
 
     def values(self, packed: PackedTokens) -> Tensor:
-        """V of the state before each wanted token, [N], float32."""
+        """V of the state before each wanted token, [N], float32, differentiable."""
         return self._values(packed)  # type: ignore[no-any-return]
 
     def token_values(self, batch: Batch) -> dict[str, Doubles]:
-        """V of the state before each sampled token of the batch, including masked tokens, by path id. With ``truncated
-        = "bootstrap"``, truncated paths also have V of the state after the last token, as their last entry."""
+        """V of the state before each sampled token of the batch, too old or not, by path id. With ``truncated =
+        "bootstrap"``, truncated paths also have V of the state after the last token, as their last entry. All ranks
+        must call it."""
         capacity = self.config.micro_batch_tokens
         return score_tokens(batch, capacity, self.device, self.values, self._continues, self.ranks)
 
@@ -74,8 +76,8 @@ class Critic(Optimizer):
 
     def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[Tensor, OptimizerStep]:
         """Take one optimizer step towards the returns of a minibatch; returns the loss of this rank's share (averaged
-        as the policy's loss) and the step. `version`: the policy's version before the step, for the learning-rate
-        schedule.
+        as the policy's loss) and the step. `step`: number of the training step, for the error. `version`: the policy's
+        version before the step, for the learning-rate schedule.
 
         Raises:
             TrainingDiverged: `max_bad_steps` non-finite gradients in a row.
@@ -109,7 +111,7 @@ class StateValues(nn.Module):
         self._half, self._context = config.dtype != "float32" and ranks.count == 1, ranks.context
 
     def forward(self, packed: PackedTokens) -> Tensor:
-        """V of the state before each wanted token, [N], float32."""
+        """V of the state before each wanted token of all ranks' parts of the row, [N], float32."""
         with torch.autocast(self.body.device.type, dtype=torch.bfloat16, enabled=self._half):
             own = packed.divided(self._context)
             before = own.before if own.part is None else own.part.before

@@ -32,8 +32,9 @@ def gradient_of(model: nn.Module) -> Gradient:
 
 
 def set_gradient(model: nn.Module, gradient: Gradient) -> None:
-    """Replace the gradients of the model's trained parameters. A gradient with another layout in memory than its
-    parameter is copied: torch's fused AdamW goes through both by address, and would pair other numbers."""
+    """Replace the gradients of the model's trained parameters, in the order of `gradient_of`. A gradient with another
+    layout in memory than its parameter is copied: torch's fused AdamW goes through both by address, and would pair
+    other numbers."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter, one in zip(trained, gradient, strict=True):
         if one is not None and one.shape == parameter.shape and one.stride() != parameter.stride():
@@ -68,7 +69,7 @@ class Gradients:
     """
 
     def __init__(self, learner: Learner, algorithm: AlgorithmConfig, reference: Reference | None = None) -> None:
-        """Set up the loss of `algorithm`. `reference`: the reference policy, needed if the loss has a KL term, else
+        """Prepare the loss of `algorithm`. `reference`: the reference policy, needed if the loss has a KL term, else
         None."""
         self._learner, self._anchor, self._reference = learner, algorithm.loss.anchor, reference
         self._objective = objective(algorithm)
@@ -96,7 +97,10 @@ class Gradients:
             first: no parameter has been updated in this step, so the present policy is the proximal policy.
             proximal: log-probabilities of the loss tokens [N] of each micro-batch by the policy before the step; None
                 if `first`, or if the loss has another anchor.
-            kept: gets the per-token results.
+            kept: gets the per-token results; None: they are not wanted.
+
+        Raises:
+            RecipeError: a user's loss, selection or correction raised.
         """
         selected, found = self._selected(part), list[Tensor]()
         for index, micro in enumerate(part.micro_batches):

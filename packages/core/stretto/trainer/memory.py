@@ -53,9 +53,9 @@ _SMALLER: Mapping[str, tuple[str, ...]] = {
 
 
 def smaller(config: TrainerConfig, longest: int) -> Mapping[str, str]:
-    """Advice, as text, on how to make each part of the memory smaller; changes that the recipe has already made are
-    left out. `longest`: tokens of the longest sequence. A sequence is never split between micro-batches, so if it fills
-    a micro-batch, only shorter sequences help."""
+    """Advice, as text, on how to make each part of the memory smaller, by part. Changes that the recipe has already
+    made are left out. `longest`: tokens of the longest sequence. A sequence is never split between micro-batches, so if
+    it fills a micro-batch, only shorter sequences help."""
     whole = longest >= config.micro_batch_tokens
     done = {
         _SAVING: config.activation_checkpointing,
@@ -78,6 +78,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
+        """Bytes of all parts."""
         return sum(self.parts.values())
 
     @property
@@ -103,9 +104,10 @@ def rank_memory(
     reference: ModelShape | None = None,
     critic: bool = False,
 ) -> RankMemory:
-    """Estimate the memory of one rank of `ranks`.
+    """Estimate the memory of one rank of `ranks`, without `collective_bytes`.
 
     Args:
+        ranks: number of ranks, which may differ from the recipe's.
         longest: tokens of the longest sequence, which is never split between micro-batches.
         reference: shape of a reference policy that is a second model (not the policy with adapters disabled); None: no
             such model.
@@ -142,15 +144,15 @@ def _held(shape: ModelShape, config: TrainerConfig) -> int:
 
 
 def collective_bytes(config: TrainerConfig) -> int:
-    """Bytes that NCCL's communicators take on the GPU of a rank. There is one communicator for all ranks, and one for
-    each division in use: shares, tokens, and two for matrices (one of them for FSDP)."""
+    """Bytes that NCCL's communicators take on the GPU of a rank; 0 for a single rank. There is one communicator for all
+    ranks, and one for each division in use: shares, tokens, and two for matrices (one of them for FSDP)."""
     groups = 1 + (config.shares < config.ranks) + (config.context_parallel > 1) + 2 * (config.tensor_parallel > 1)
     return _COMMUNICATOR * groups if config.ranks > 1 else 0
 
 
 def adapter_weights(shape: ModelShape, config: TrainerConfig) -> int:
     """Number of adapter weights on the linear layers that the recipe names, summed over the ranks that divide matrices.
-    Each of these ranks holds the undivided matrix (A or B) of an adapter as a whole."""
+    Each of these ranks holds the undivided matrix (A or B) of an adapter as a whole. The recipe must have adapters."""
     assert config.lora is not None
     w, q, k, inner = shape.hidden_size, shape.width, shape.kv_width, shape.inner
     divided = {"q_proj": q, "k_proj": k, "v_proj": k, "o_proj": q, "gate_proj": inner, "up_proj": inner}
@@ -191,6 +193,7 @@ class _Step:
 
     @property
     def item(self) -> int:
+        """Bytes of a number in the dtype of computation."""
         return BYTES[self.config.dtype]
 
     @property
@@ -211,6 +214,7 @@ class _Step:
 
     @property
     def trains_all(self) -> bool:
+        """Whether all parameters are trained, not only adapters."""
         return self.config.lora is None
 
     def own(self, size: int) -> int:
@@ -269,6 +273,7 @@ class _Step:
         return 0 if each else whole * BYTES[self.config.reduce_dtype]
 
     def _head_gradient(self, copies: int) -> int:
+        """Bytes of this many copies of the output matrix's gradient; 0 with adapters."""
         return copies * self.shape.embedding * self.item if self.trains_all else 0
 
     def _ends(self, *, at_head: bool) -> int:

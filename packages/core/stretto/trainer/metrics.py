@@ -32,8 +32,8 @@ _SUMS = ("tokens", "loss", *DIAGNOSTICS, "entropy", "kl_reference", "error", "ag
 
 
 class Meter:
-    """Accumulates the metrics of one step; means are over loss tokens unless `docs/reference/metrics.md` says
-    otherwise.
+    """Accumulates the metrics of one step on one rank; means are over loss tokens unless `docs/reference/metrics.md`
+    says otherwise.
 
     Metrics that were not measured are absent, never zero: `behavior_logprob_error` and its maximum without on-policy
     tokens, `entropy` and `kl_reference` if the recipe does not ask for them, all loss metrics if no token was trained.
@@ -60,8 +60,9 @@ class Meter:
             self._sums["entropy"].append(entropy.detach().sum())
 
     def compared(self, micro: MicroBatch, proximal_logprobs: Tensor) -> None:
-        """Compare the log-probabilities of engines and trainer for tokens of the version before the step, over a
-        context that it has computed (`MicroBatch.mixed`). `proximal_logprobs`: [N], by the trainer."""
+        """Add the differences between the log-probabilities of engines and trainer, for tokens of the version before
+        the step over a context of its own (`MicroBatch.mixed`). `proximal_logprobs`: [N], by the trainer before the
+        step."""
         on_policy = micro.staleness == 0 if micro.mixed is None else (micro.staleness == 0) & ~micro.mixed
         difference = (micro.behavior_logprobs - proximal_logprobs).abs().masked_fill(~on_policy, 0.0)
         sums_S = micro.sequences.sums(torch.stack([difference, on_policy.to(difference.dtype)], dim=1))
@@ -71,14 +72,15 @@ class Meter:
         self._sums["agreeing"].append(on_policy.sum())
 
     def stepped(self, step: OptimizerStep) -> None:
+        """Add an optimizer step of the policy, taken or skipped."""
         self._steps.append(step)
 
     def valued(self, values: Column, returns: Column) -> None:
-        """Add the critic's values of the batch's tokens before the step, and their targets."""
+        """Set the critic's values of the batch's loss tokens before the step, and their targets, of all ranks."""
         self._explained = explained_variance(values, returns)
 
     def kl_in_reward(self, divergence: float) -> None:
-        """Set the mean KL that was subtracted from the rewards."""
+        """Set the mean KL of the sampled tokens, not weighted, if KL was subtracted from the rewards."""
         self._kl_in_reward = divergence
 
     def fitted(self, loss: Tensor, step: OptimizerStep) -> None:
@@ -87,7 +89,8 @@ class Meter:
         self._critic_steps.append(step)
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Metrics of the whole step, the same on every rank; all ranks must call it."""
+        """Metrics of the whole step by name, the same on every rank; all ranks must call it. Those that are not finite
+        are left out."""
         steps = [*self._steps, *self._critic_steps]
         measured: dict[str, float] = {"bad_steps": float(sum(not step.taken for step in steps))}
         if norms := [step.grad_norm for step in self._steps if step.taken]:
@@ -127,6 +130,7 @@ class Meter:
         )
 
     def _totals(self, ranks: Ranks) -> dict[str, float]:
+        """Every sum over micro-batches and ranks, by name; 0 for one that was not measured."""
         # Read from the device once: each read waits for all that was launched.
         sums = {name: torch.stack(values).sum().double() for name, values in self._sums.items() if values}
         found = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}

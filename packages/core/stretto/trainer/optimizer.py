@@ -47,8 +47,8 @@ _THROUGH = 1 << 28
 
 
 def state_of(optimizer: AdamW, parameter: Tensor, ranks: Ranks, *, on_host: bool) -> dict[str, Tensor]:
-    """AdamW's state of a parameter: its moments and "step". Created as zeros if the parameter has none. `on_host`: the
-    moments are in host memory."""
+    """AdamW's state of a parameter, not copied: its moments and "step". Created as zeros if the parameter has none.
+    `on_host`: new moments are in host memory."""
     state: dict[str, Tensor] = optimizer.state[parameter]
     if not state:
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -58,7 +58,8 @@ def state_of(optimizer: AdamW, parameter: Tensor, ranks: Ranks, *, on_host: bool
 
 @torch.no_grad()
 def step_from_host(optimizer: AdamW, ranks: Ranks) -> None:
-    """Take an AdamW step with moments in host memory, which are current in host memory when it returns."""
+    """Take an AdamW step with moments in host memory, which are current in host memory when it returns. Parameters
+    without a gradient are skipped."""
     for group in optimizer.param_groups:
         for some in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
             _step(group, some, [state_of(optimizer, parameter, ranks, on_host=True) for parameter in some])
@@ -67,6 +68,7 @@ def step_from_host(optimizer: AdamW, ranks: Ranks) -> None:
 
 
 def _step(group: dict[str, Any], parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
+    """Take the step of some parameters of a parameter group. `states`: AdamW's state of each."""
     device = parameters[0].device
     held = {name: [own(state[name]) for state in states] for name in MOMENTS}
     moments = {name: [to_device(moment, device) for moment in each] for name, each in held.items()}
@@ -128,14 +130,15 @@ class Muon:
     """Muon over matrices, with Nesterov momentum and without weight decay."""
 
     def __init__(self, matrices: Iterable[Tensor], *, on_host: bool = False) -> None:
-        """Set all momenta to zero. `on_host`: keep them in host memory."""
+        """Start with momenta of zero. `matrices`: parameters [R, C], which no rank divides. `on_host`: keep the momenta
+        in host memory."""
         zeros = zeros_on_host if on_host else torch.zeros_like
         self._matrices = [(matrix, zeros(matrix)) for matrix in matrices]
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Update every matrix that has a gradient, and clear the gradient, so that an optimizer that runs afterwards
-        skips the matrix."""
+        """Update every matrix that has a gradient, and set its gradient to None, so that an optimizer that runs
+        afterwards skips the matrix."""
         of_shape: defaultdict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for matrix, held in self._matrices:
             if matrix.grad is not None:
@@ -152,8 +155,8 @@ class Muon:
 
 
 def orthogonal(matrices_MRC: Tensor) -> Tensor:
-    """Orthogonalize matrices [M, R, C] by Newton-Schulz iterations: the results have the same singular vectors, and
-    singular values near 1."""
+    """Orthogonalize matrices [M, R, C], R <= C, by Newton-Schulz iterations: the results have the same singular
+    vectors, and singular values near 1."""
     found: Tensor = matrices_MRC / (matrices_MRC.norm(dim=(-2, -1), keepdim=True) + _TINY)
     for _ in range(_TIMES):
         square = found @ found.mT
@@ -168,8 +171,8 @@ UNCHANGED = Sampling(max_tokens=1)
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Result of an optimizer step: the global gradient norm before clipping. `taken`: whether the norm was finite;
-    otherwise the step was skipped."""
+    """Result of an optimizer step. `grad_norm`: the global gradient norm before clipping. `taken`: whether it was
+    finite; otherwise the step was skipped."""
 
     grad_norm: float
     taken: bool
@@ -191,7 +194,8 @@ class AdamNumbers:
 
 
 class Optimizer:
-    """AdamW over the trainable parameters of `trained`, sharded over the ranks.
+    """AdamW over the trainable parameters of `trained`, sharded over the ranks. Its subclasses are policies (`Learner`)
+    and critics.
 
     A step with a non-finite gradient is skipped and counted; `max_bad_steps` in a row end the training.
     """
@@ -216,6 +220,7 @@ class Optimizer:
 
     @property
     def device(self) -> torch.device:
+        """Where the parameters are."""
         return next(self.trained.parameters()).device
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -313,8 +318,9 @@ class Policy(nn.Module):
         self, packed: PackedTokens | None, *, entropy: bool = False, sampling: Sampling | None = None
     ) -> TokenLogprobs | None:
         """Log-probabilities [N] of the wanted tokens under the sampling distribution, and with `entropy` the entropies
-        [N]. `sampling`: overrides the policy's settings. Matmuls run in `config.dtype`, logarithms in float32. If
-        `packed` is None, the model is checked instead (`check`), because FSDP gathers its parameters here.
+        [N]. `sampling`: overrides the policy's settings, unless None. Matmuls run in `config.dtype`, logarithms in
+        float32. If `packed` is None, the model is checked instead (`check`), because FSDP gathers its parameters here,
+        and None is returned.
         """
         if packed is None:
             check_attention(self.model)
@@ -397,7 +403,7 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 @torch.no_grad()
 def clip(parameters: Sequence[Tensor], most: float) -> float:
     """Clip the gradients of `parameters` in place to a global norm of at most `most`, over all parameters and ranks;
-    returns the norm before clipping."""
+    returns the norm before clipping, which may not be finite. All ranks must call it."""
     groups = by_mesh(parameters)
     if len(groups) == 1:
         norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])
@@ -414,4 +420,5 @@ def clip(parameters: Sequence[Tensor], most: float) -> float:
 
 
 def _whole(norm: Tensor) -> Tensor:
+    """The norm over all ranks, of a norm that may be divided among them."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm

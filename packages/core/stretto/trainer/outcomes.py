@@ -38,13 +38,13 @@ _NUMBERS = 4  # columns of a loss token
 
 
 class TokenSink(Protocol):
-    """Receives the per-token results of training steps. Every rank has a sink. `keeps` says whether a step is wanted,
-    and must be equal on all ranks."""
+    """Receives the per-token results of training steps. Every rank has a sink, and gets the results of all ranks."""
 
-    def keeps(self, step: int) -> bool: ...
+    def keeps(self, step: int) -> bool:
+        """Whether the results of this step are wanted; must be equal on all ranks."""
 
     def take(self, tokens: TrainedTokens) -> None:
-        """Store the results of a step. Must not delay training."""
+        """Store the results of a step that `keeps` wants. Must not delay training."""
 
 
 class TokenMeter:
@@ -54,8 +54,8 @@ class TokenMeter:
         self._columns: list[Tensor] = []
 
     def computed(self, loss: Loss, advantages: Tensor, before: Tensor | None) -> None:
-        """Add a micro-batch. `before` [N]: log-probabilities by the policy before the step; None: not known, NaN is
-        stored."""
+        """Add a micro-batch with its `loss` and the `advantages` [N] of its tokens. `before` [N]: log-probabilities by
+        the policy before the step; None: not known, NaN is stored."""
         trainer = torch.full_like(loss.ratio, math.nan) if before is None else before
         self._columns.append(torch.stack([trainer, loss.ratio, advantages, outcomes(loss)], dim=1))
 
@@ -86,8 +86,8 @@ class TrainedTokens:
     numbers: Tensor  # [N, 4] on the CPU, in the samples' order: log proximal, ratio, advantage, outcome
 
     def sampled(self) -> tuple[dict[str, int], SampledTokens]:
-        """Number of sampled tokens of each trajectory by id, and the results of all sampled tokens of the batch in this
-        order. Tokens outside of the loss have NaN and outcome 0."""
+        """Number of sampled tokens of each trajectory by id, and the results of all sampled tokens of the batch in the
+        order of these trajectories. Tokens outside of the loss have NaN and outcome 0."""
         lengths, places = dict[str, int](), dict[str, Sequence[int]]()
         first = 0
         for group in self.batch.groups:
@@ -144,9 +144,11 @@ class TokenWriter:
         self._hangs = False  # disk hangs: do not wait for it again
 
     def keeps(self, step: int) -> bool:
+        """Whether the recipe wants the results of this step."""
         return self._config.keeps(step)
 
     def take(self, tokens: TrainedTokens) -> None:
+        """Start to write the results of a step; on rank 0 only."""
         if self._files is None:
             return
         if not self.finish():
@@ -156,7 +158,8 @@ class TokenWriter:
         self._writing.start()
 
     def finish(self) -> bool:
-        """Wait until the last step is written; False if it is not written within `patience`."""
+        """Wait until the last step is written; False if it is not written within `patience`, or at once if an earlier
+        wait ended so and the write still hangs. True also if nothing was written."""
         if self._writing.ident is not None:
             self._writing.join(0.0 if self._hangs else self._patience)
         self._hangs = self._writing.is_alive()

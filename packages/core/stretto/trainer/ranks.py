@@ -20,12 +20,12 @@ from stretto.trainer.messages import RankLost, RanksAwaited, ToTrainer
 
 class Ranks:
     """Collectives of a rank. All ranks must call the same methods in the same order. This class is for a single
-    process, so its methods return their input; `stretto_cluster.ranks` is for several.
+    process, so its methods return their input or do nothing; `stretto_cluster.ranks` is for several.
 
     Attributes:
         rank, count: number of this rank, and number of ranks.
         share, shares: index of the part of each minibatch that this rank computes, and number of parts.
-        device: where the parameters are, "cpu" or "cuda".
+        device: where the parameters of several ranks are, "cpu" or "cuda".
         second_group: a gloo group for CPU collectives in another thread while training continues.
         context: cuts a row into this rank's part; None if tokens are not divided.
         tensor: mesh of the ranks that divide the matrices of a layer with this rank; None if they are not divided.
@@ -60,7 +60,8 @@ class Ranks:
         return own, 0
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
-        """Gather a sharded tensor on every rank; a tensor that is not sharded is returned unchanged."""
+        """Gather a sharded tensor on every rank, and return the full one; a tensor that is not sharded is returned
+        itself."""
         return tensor
 
     def copy_to_cpu(self, tensor: Tensor) -> Tensor:
@@ -80,13 +81,13 @@ class Ranks:
         return number
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Gather on rank 0 a tensor that is sharded on the CPU; other ranks get `tensor` back. Uses the second
-        group."""
+        """Gather on rank 0 a tensor that is sharded on the CPU, and return the full one; other ranks get `tensor` back.
+        Uses the second group."""
         return tensor
 
     def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:
-        """Fill each rank's shard of `tensor` from rank 0's full tensor `whole` (None on other ranks); the inverse of
-        `gather`."""
+        """Fill each rank's shard of `tensor` in place from rank 0's full tensor `whole` (None on other ranks); the
+        inverse of `gather`."""
         assert whole is not None, "one process has everything"
         tensor.copy_(whole)
 
@@ -118,8 +119,8 @@ class OtherRanks:
         """
 
     def explain(self, error: Exception) -> RankLost | Failed | None:
-        """The loss of another rank that caused `error` in rank 0; None if all ranks failed with this error, or only
-        rank 0. Waits up to two seconds for the loss to be noticed."""
+        """The loss of another rank, or the error that it has sent, that caused `error` in rank 0; None if all ranks
+        failed with this error, or only rank 0. Waits up to two seconds for the loss to be noticed."""
         return None
 
 
@@ -129,7 +130,7 @@ def zeros_on_host(like: Tensor) -> Tensor:
 
 
 def own(parameter: Tensor) -> Tensor:
-    """This process's shard of a sharded parameter; a parameter that is not sharded is returned unchanged."""
+    """This process's shard of a sharded parameter, not copied; a parameter that is not sharded is returned itself."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -139,8 +140,8 @@ def without_memory(module: nn.Module) -> bool:
 
 
 def by_mesh(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Group parameters by the number of dimensions of their device mesh (0 if not sharded). torch can process only
-    parameters of one group in one call."""
+    """Group parameters by the number of dimensions of their device mesh (0 if not sharded); one empty group if there
+    are none. torch can process only parameters of one group in one call."""
     groups: dict[int, list[Tensor]] = {}
     for one in parameters:
         groups.setdefault(one.device_mesh.ndim if isinstance(one, DTensor) else 0, []).append(one)

@@ -22,7 +22,7 @@ class ReferencePolicy:
     def __init__(
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
-        """Shard `model` over the ranks, and freeze it; it must be loaded with packed attention.
+        """Shard `model` over the ranks, and freeze it, in place; it must be loaded with packed attention.
 
         Several ranks hold its parameters in the dtype of computation, in which they would be gathered anyway, so the
         results are the same.
@@ -47,7 +47,7 @@ class ReferencePolicy:
         return self._policy(packed).logprobs  # type: ignore[no-any-return]
 
     def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
-        """Log-probability of each sampled token of the batch, including masked tokens, by path id."""
+        """Log-probability of each sampled token of the batch, too old or not, by path id. All ranks must call it."""
         device = self._policy.model.device
         return score_tokens(batch, self._config.micro_batch_tokens, device, self.logprobs, ranks=self._ranks)
 
@@ -66,7 +66,7 @@ class WithoutAdapters:
             return self._learner.logprobs(packed).logprobs
 
     def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
-        """Log-probability of each sampled token of the batch, including masked tokens, by path id."""
+        """Log-probability of each sampled token of the batch, too old or not, by path id. All ranks must call it."""
         config, device = self._learner.config, self._learner.model.device
         return score_tokens(batch, config.micro_batch_tokens, device, self.logprobs, ranks=self._learner.ranks)
 

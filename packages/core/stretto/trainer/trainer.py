@@ -112,6 +112,7 @@ class Trainer:
 
         Raises:
             BoundViolated: the batch is for another version, or has tokens of a later version.
+            RecipeError: a user's loss, correction or estimator raised, or an estimator returned wrong numbers.
             TrainingDiverged: `max_bad_steps` optimizer steps in a row had non-finite gradients.
         """
         if batch.version != self.version:
@@ -165,10 +166,7 @@ class Trainer:
     def publish(
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Canary | None:
-        """Publish the policy as `version`, and return its canary when engines can load it. All parameters are
-        published, or only the adapters if it has any. The canary has the log-probabilities of `text` (token ids), by
-        which engines prove the version; None without a text. `held`: dtype in which the engines hold base weights under
-        adapters."""
+        """Publish the policy as `version`, and return its canary when engines can load it (`copied`)."""
         canary, _ = self.copied(publisher, text, held)()
         return canary
 
@@ -206,6 +204,7 @@ class Trainer:
 
     @torch.no_grad()
     def _canary(self, text: Sequence[int]) -> Canary:
+        """Score the canary's text; the digests of the tensors are not in the result yet."""
         if self._text is None or self._text[0] != text:
             self._text = text, pack_tokens([text], device=self.learner.model.device)
         logprobs = self.learner.logprobs(self._text[1], sampling=UNCHANGED).logprobs
@@ -230,7 +229,7 @@ class Trainer:
 
     def snapshot(self) -> Callable[[Path], None]:
         """Copy the full training state, from which training continues bit for bit. Returns a function that writes the
-        copy to a folder; it may run in any thread while training continues."""
+        copy to a folder, or raises StoreError; it may run in any thread while training continues."""
         began = time.monotonic()
         snapshots = {"": checkpoint.TrainerState.of(self.learner, self.version)}
         if self._critic is not None:
@@ -252,7 +251,7 @@ class Trainer:
         self.snapshot()(folder)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Restore the training state written to `folder`.
+        """Restore the training state written to `folder`, `version` included.
 
         Raises:
             StoreError: the folder is incomplete, or of another model.
@@ -275,8 +274,8 @@ class Trainer:
         return [each([samples[i] for i in part], ranks=self._ranks, trajectories=trajectories) for part in parts]
 
     def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor] | None]:
-        """Proximal log-probabilities of each minibatch, if the loss needs them. None for the first minibatch, which
-        uses its training forward."""
+        """Proximal log-probabilities of each minibatch, if the loss needs them, else None. None for the first too,
+        which uses its training forward."""
         needed = self._algorithm.loss.anchor == "recomputed"
         return [self._gradients.evaluated(part) if needed and index else None for index, part in enumerate(parts)]
 
@@ -296,6 +295,7 @@ class Trainer:
         return all(one.taken for one in steps)
 
     def _span(self, name: str, began: float, size: int = 0) -> float:
+        """Add a span of `size` bytes that ends now; returns the time."""
         now = time.monotonic()
         self._spans.append(Span("trainer", name, began, now, self.version, size))
         return now

@@ -43,7 +43,7 @@ def fine_tune(
     progress: Callable[[SupervisedProgress], None] = lambda _: None,
 ) -> None:
     """Train `model` in place for `config.steps` steps. It must be loaded with packed attention. `progress` is called
-    after each step.
+    after each step; its `seconds` are 0.
 
     Each pass over the demonstrations is in a new order that depends on `seed` alone.
 
@@ -81,8 +81,8 @@ def _accumulate(learner: Learner, batch: Sequence[Demonstration], config: Superv
 
 
 def drawn(count: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Yield batches of `batch_size` indices below `count` without end. Each pass over the indices is in a new random
-    order, decided by `seed`; a batch may span two passes."""
+    """Yield batches of `batch_size` indices below `count` (at least 1) without end. Each pass over the indices is in a
+    new random order, decided by `seed`; a batch may span two passes."""
     ahead: list[int] = []
     epoch = 0
     while True:
@@ -101,7 +101,8 @@ _NO_ORDERS: msgspec.msgpack.Decoder[Stop] = msgspec.msgpack.Decoder(Stop)
 
 
 def sender_of(channel: RoleEnd[Stop]) -> Callable[[SupervisedProgress], None]:
-    """Return a function that sends progress to the conductor at most twice a second, and after the last step."""
+    """Return a function that sends progress to the conductor, with the seconds since this call: at most twice a second,
+    and after the last step. Calls in between are ignored."""
     start = told = time.monotonic()
 
     def tell(progress: SupervisedProgress) -> None:

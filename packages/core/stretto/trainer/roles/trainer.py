@@ -78,9 +78,10 @@ class TrainerRole:
         gpu: int = 0,
         where: str = "",
     ) -> None:
-        """Loads the models and the checkpoint of `spec`; raises StoreError if the checkpoint cannot be loaded. `tell`
-        is called in the writing threads with the success or failure of each checkpoint and publication. `gpu`: index of
-        the rank's GPU among the visible GPUs. `where`: text that names the machine in errors, if it is not rank 0's."""
+        """Load the models and the checkpoint of `spec`; raises StoreError if the checkpoint cannot be loaded, and
+        OutOfMemory if the device is too small. `publisher`: where versions are published. `tell` is called in the
+        writing threads with the success or failure of each checkpoint and publication. `gpu`: index of the rank's GPU
+        among the visible GPUs. `where`: text that names the machine in errors, if it is not rank 0's."""
         self._gpu, self._where = gpu, where
         self._tell, self._writing, self._publishing = tell, threading.Thread(), threading.Thread()
         look_in(spec.path)
@@ -108,13 +109,14 @@ class TrainerRole:
         return memory_named(f"rank {self._ranks.rank}{self._where}", self._spec.gpus, self._gpu, doing)
 
     def _trained(self, config: TrainerConfig) -> PreTrainedModel:
+        """Load the initial policy, to be trained, with adapters if the recipe has them."""
         model = self._load(Path(self._spec.model))
         if config.lora is not None:
             adapt(model, config.lora)
         return model
 
     def _load(self, folder: Path) -> PreTrainedModel:
-        """Load a model. With several ranks it is on the meta device until it is sharded."""
+        """Load a model with packed attention. With several ranks it is on the meta device until it is sharded."""
         record, several = self._spec.kernels, self._ranks.count > 1
         if several:
             model = skeleton(folder, PACKED_ATTENTION)
@@ -144,7 +146,7 @@ class TrainerRole:
 
     def carry_out(self, order: Train | Publish | SaveCheckpoint | SavePolicy) -> FromTrainer:
         """Carry out an order and return the reply: `Trained`, `Copied` or `PolicySaved`. All ranks must get the same
-        orders in the same order."""
+        orders in the same order. Raises the errors of `Trainer`, and OutOfMemory."""
         match order:
             case Train():
                 with self._memory_named(f"in step {order.batch.step}"):
@@ -173,6 +175,7 @@ class TrainerRole:
         self._publishing.start()
 
     def _write_version(self, write: Callable[[], tuple[Canary | None, Span]], version: int) -> None:
+        """Publish a copy by `write`, and tell the conductor the outcome."""
         try:
             canary, span = write()
             told: Published | Failed = Published(version=version, canary=canary, span=span)
@@ -197,6 +200,7 @@ class TrainerRole:
         return Copied(span=span)
 
     def _write(self, write: Callable[[Path], None], folder: str) -> None:
+        """Write a checkpoint by `write`, and tell the conductor the outcome."""
         told: CheckpointSaved | CheckpointFailed = CheckpointSaved(folder=folder)
         try:
             write(Path(folder))
@@ -260,6 +264,7 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> No
 
 
 def _other_ranks(spec: TrainerSpec, spawner: Spawner) -> OtherRanks:
+    """The other ranks, not started. Raises RecipeError if the recipe has several and `stretto-cluster` is missing."""
     if TrainerConfig.model_validate_json(spec.trainer).ranks == 1:
         return OtherRanks()
     group: OtherRanks = from_package("stretto_cluster.ranks.rank_group:RankGroup", "trainer.ranks")(spec, spawner)
