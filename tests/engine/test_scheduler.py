@@ -154,7 +154,7 @@ def test_aborting_forgets_waiting_pending_and_running_answers_of_that_request_on
     scheduler.take_pending(dict.fromkeys(scheduler.pending, 10), 20, lengths(3))
     assert scheduler.abort("b") == [2]
     scheduler.check_integrity()
-    assert (scheduler.waiting, scheduler.rows_in_use) == (0, 2)
+    assert (scheduler.waiting, len(scheduler.members)) == (0, 2)
     assert scheduler.abort("unknown") == []
     assert scheduler.abort("a") == [0, 1]
     assert scheduler.idle
@@ -169,7 +169,7 @@ def test_every_row_and_every_answer_is_accounted_for_whatever_happens(story: lis
     scheduler, opened, ended, aborted = Scheduler(rows=4, cache_tokens=35, slot=doubling), 0, 0, 0
     tokens = lengths(4)
     for at, (verb, number) in enumerate(story):
-        before = scheduler.waiting + scheduler.rows_in_use
+        before = scheduler.waiting + len(scheduler.members)
         if verb == "add":
             scheduler.add(request(f"{at}.{number}", answers=number + 1))
             opened += number + 1
@@ -189,11 +189,11 @@ def test_every_row_and_every_answer_is_accounted_for_whatever_happens(story: lis
         elif verb == "limit":
             scheduler.limit(7 * number)
         elif verb == "abort":
-            for name in {scheduler.member(row).request.id for row in (*scheduler.pending, *scheduler.running)}:
+            for name in {scheduler.members[row].request.id for row in (*scheduler.pending, *scheduler.running)}:
                 scheduler.abort(name)
-            aborted += before - scheduler.waiting - scheduler.rows_in_use
+            aborted += before - scheduler.waiting - len(scheduler.members)
         scheduler.check_integrity()
-        assert opened == ended + aborted + scheduler.waiting + scheduler.rows_in_use
+        assert opened == ended + aborted + scheduler.waiting + len(scheduler.members)
         assert scheduler.idle == (opened == ended + aborted)
 
 
@@ -220,7 +220,7 @@ def test_all_answers_end_and_the_oldest_grows_in_every_step(
         scheduler.grow(tokens)
         scheduler.take_pending({row: int(tokens[row]) for row in scheduler.pending}, prefill, tokens)
         scheduler.check_integrity()
-        running = {(m.request.id, m.index): row for row in scheduler.running for m in [scheduler.member(row)]}
+        running = {(m.request.id, m.index): row for row in scheduler.running for m in [scheduler.members[row]]}
         assert arrival[0] in running  # the oldest of all that have not ended
         for name, row in running.items():
             tokens[row] += 1

@@ -69,11 +69,8 @@ class Backend(Protocol):
     """Generates completions and loads weights. The client of the HTTP server raises the errors that are raised here."""
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """Do slow preparations for `submit_all`, such as compiling grammars, while generation continues.
-
-        Raises:
-            RefusedRequest: a request is invalid, or cannot be prepared in time.
-        """
+        """Do slow preparations for `submit_all`, such as compiling grammars, while generation continues. Raises
+        RefusedRequest if a request is invalid, or cannot be prepared in time."""
 
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
         """Submit requests that start together; the stream gets each completion when it has ended.

@@ -162,11 +162,8 @@ CAPABILITIES: Mapping[str, Capabilities] = {
 
 
 def capabilities_of(kind: str) -> Capabilities:
-    """The requirements and limits of a make of server. `kind`: a value of `engine.kind` other than "native".
-
-    Raises:
-        RecipeError: the make is unknown, its package is missing, or it cannot be imported.
-    """
+    """The requirements and limits of a make of server. `kind`: a value of `engine.kind` other than "native". Raises
+    RecipeError if the make is unknown, its package is missing, or it cannot be imported."""
     capabilities: Capabilities = getattr(MAKES.load(kind), "capabilities")  # noqa: B009  # of the class
     return capabilities
 

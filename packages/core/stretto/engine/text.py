@@ -178,11 +178,7 @@ class StopTexts:
         self._made: Detokenizer | None = None
 
     def check_served(self) -> None:
-        """Load the detokenizer, if it is not loaded.
-
-        Raises:
-            RefusedRequest: there is no tokenizer, or it cannot be loaded.
-        """
+        """Load the detokenizer, if it is not loaded. Raises RefusedRequest if there is none, or it cannot be loaded."""
         if self._made is not None:
             return
         if self._make is None:

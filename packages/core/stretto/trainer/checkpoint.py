@@ -82,10 +82,7 @@ class TrainerState:
 
     def write(self, folder: Path) -> None:
         """Write this copy as a checkpoint into `folder`, on rank 0's machine. All ranks call it, each in any thread.
-
-        Raises:
-            StoreError: the folder cannot be written (disk full, read-only).
-        """
+        Raises StoreError if the folder cannot be written (disk full, read-only)."""
         try:
             if self.ranks.rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -269,11 +266,7 @@ def _state(optimizer: Optimizer) -> dict[str, Tensor]:
 
 def check(folder: Path, policy: nn.Module) -> None:
     """Check that a trainer of `policy`, a model with adapters if the recipe has them, can load a checkpoint, by names
-    and shapes only.
-
-    Raises:
-        StoreError: the checkpoint is incomplete, or of another model or format.
-    """
+    and shapes only. Raises StoreError if the checkpoint is incomplete, or of another model or format."""
     trained = {f"model.{name}": p for name, p in policy.named_parameters() if p.requires_grad}
     wanted = {f"{kind}.{name}": p.shape for kind in (_PARAMETER, *MOMENTS) for name, p in trained.items()}
     try:

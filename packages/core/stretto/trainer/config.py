@@ -93,31 +93,23 @@ class TrainerConfig(OptimizerConfig):
     checkpoint_every: PositiveInt = Field(50, description="steps between two checkpoints")
 
     @model_validator(mode="after")
-    def _one_rank_is_here(self) -> Self:
+    def _ranks_can_be_divided(self) -> Self:
+        together = self.together
         if self.remote_ranks >= self.ranks and self.remote_ranks:
             raise ValueError(
                 f"remote_ranks = {self.remote_ranks} of ranks = {self.ranks}: rank 0 runs beside the conductor, "
                 f"so at most {self.ranks - 1} can run on other machines"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_divide_the_ranks(self) -> Self:
-        together = self.together
         if self.ranks % together:
             raise ValueError(
                 f"ranks = {self.ranks} is no multiple of tensor_parallel * context_parallel = {self.tensor_parallel} * "
                 f"{self.context_parallel}; the nearest is ranks = {max(together, self.ranks // together * together)}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _groups_are_of_one_machine(self) -> Self:
-        if self.remote_ranks % self.together:
-            below = self.remote_ranks // self.together * self.together
+        if self.remote_ranks % together:
+            below = self.remote_ranks // together * together
             raise ValueError(
                 f"remote_ranks = {self.remote_ranks} is no multiple of tensor_parallel * context_parallel = "
-                f"{self.together}: a group of ranks would lie on two machines, and send its activations over the "
+                f"{together}: a group of ranks would lie on two machines, and send its activations over the "
                 f"network; the nearest is remote_ranks = {below}"
             )
         return self

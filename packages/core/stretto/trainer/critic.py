@@ -77,11 +77,8 @@ class Critic(Optimizer):
     def fit(self, part: Minibatch, step: int, *, version: int) -> tuple[Tensor, OptimizerStep]:
         """Take one optimizer step towards the returns of a minibatch; returns the loss of this rank's share (averaged
         as the policy's loss) and the step. `step`: number of the training step, for the error. `version`: the policy's
-        version before the step, for the learning-rate schedule.
-
-        Raises:
-            TrainingDiverged: `max_bad_steps` non-finite gradients in a row.
-        """
+        version before the step, for the learning-rate schedule. Raises TrainingDiverged after `max_bad_steps`
+        non-finite gradients in a row."""
         losses: list[Tensor] = []
         for index, micro in enumerate(part.micro_batches):
             self.ranks.reduces(self.trained, last=index == len(part.micro_batches) - 1)

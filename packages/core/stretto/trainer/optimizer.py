@@ -29,7 +29,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.adamw import AdamW, adamw
+from torch.optim.adamw import adamw
 from transformers import PreTrainedModel
 
 from stretto.core.errors import TrainingDiverged
@@ -44,27 +44,6 @@ from stretto.trainer.ranks import ALONE, Ranks, by_mesh, own, without_memory, ze
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 _THROUGH = 1 << 28
-
-
-def state_of(optimizer: AdamW, parameter: Tensor, ranks: Ranks, *, on_host: bool) -> dict[str, Tensor]:
-    """AdamW's state of a parameter, not copied: its moments and "step". Created as zeros if the parameter has none.
-    `on_host`: new moments are in host memory."""
-    state: dict[str, Tensor] = optimizer.state[parameter]
-    if not state:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-        state |= {name: ranks.zeros_on_host(parameter) if on_host else torch.zeros_like(parameter) for name in MOMENTS}
-    return state
-
-
-@torch.no_grad()
-def step_from_host(optimizer: AdamW, ranks: Ranks) -> None:
-    """Take an AdamW step with moments in host memory, which are current in host memory when it returns. Parameters
-    without a gradient are skipped."""
-    for group in optimizer.param_groups:
-        for some in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
-            _step(group, some, [state_of(optimizer, parameter, ranks, on_host=True) for parameter in some])
-    if torch.cuda.is_available():
-        torch.cuda.current_stream().synchronize()  # the moments may be read now
 
 
 def _step(group: dict[str, Any], parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
@@ -224,9 +203,14 @@ class Optimizer:
         return next(self.trained.parameters()).device
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """AdamW's state of a parameter: the moments "exp_avg" and "exp_avg_sq", and "step", the number of steps taken.
-        Created if needed."""
-        return state_of(self.adamw, parameter, self.ranks, on_host=self._on_host)
+        """AdamW's state of a parameter, not copied: the moments "exp_avg" and "exp_avg_sq", and "step", the number of
+        steps taken. Created as zeros if the parameter has none."""
+        state: dict[str, Tensor] = self.adamw.state[parameter]
+        if not state:
+            zeros = self.ranks.zeros_on_host if self._on_host else torch.zeros_like
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state |= {name: zeros(parameter) for name in MOMENTS}
+        return state
 
     def step(
         self,
@@ -258,7 +242,7 @@ class Optimizer:
             if before is not None:
                 before()
             if self._on_host:
-                step_from_host(self.adamw, self.ranks)
+                self._step_from_host()
             else:
                 self.adamw.step()
         self.adamw.zero_grad(set_to_none=True)
@@ -266,6 +250,15 @@ class Optimizer:
         if self.bad_steps_in_a_row >= self.config.max_bad_steps:
             raise TrainingDiverged(training_step, self.bad_steps_in_a_row)
         return OptimizerStep(norm, taken)
+
+    @torch.no_grad()
+    def _step_from_host(self) -> None:
+        """Take a step with moments in host memory, which are current in host memory when it returns."""
+        for group in self.adamw.param_groups:
+            for some in _parts([parameter for parameter in group["params"] if parameter.grad is not None]):
+                _step(group, some, [self.state_of(parameter) for parameter in some])
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()  # the moments may be read now
 
 
 class Policy(nn.Module):
@@ -306,11 +299,8 @@ class Policy(nn.Module):
 
     @torch.no_grad()
     def check(self) -> None:
-        """Check a model that was on the meta device when the policy was made; otherwise do nothing.
-
-        Raises:
-            ModelFolderError: `check_attention` or `check_policy` refuses it.
-        """
+        """Check a model that was on the meta device when the policy was made; otherwise do nothing. Raises
+        ModelFolderError if `check_attention` or `check_policy` refuses it."""
         if not self._checked:
             self(None)
 

@@ -112,11 +112,8 @@ class OtherRanks:
         return ALONE
 
     def forward(self, order: ToTrainer) -> None:
-        """Send the other ranks the order that rank 0 is about to carry out.
-
-        Raises:
-            ConnectionError: the connection to a rank is closed.
-        """
+        """Send the other ranks the order that rank 0 is about to carry out. Raises ConnectionError if the connection to
+        a rank is closed."""
 
     def explain(self, error: Exception) -> RankLost | Failed | None:
         """The loss of another rank, or the error that it has sent, that caused `error` in rank 0; None if all ranks

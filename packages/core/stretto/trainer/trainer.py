@@ -243,19 +243,12 @@ class Trainer:
         return write
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Write the full training state to `folder`.
-
-        Raises:
-            StoreError: the folder cannot be written.
-        """
+        """Write the full training state to `folder`. Raises StoreError if it cannot be written."""
         self.snapshot()(folder)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Restore the training state written to `folder`, `version` included.
-
-        Raises:
-            StoreError: the folder is incomplete, or of another model.
-        """
+        """Restore the training state written to `folder`, `version` included. Raises StoreError if the folder is
+        incomplete, or of another model."""
         self._publication.hold()
         if self._critic is not None:
             checkpoint.load(folder / "critic", self._critic)

@@ -152,11 +152,8 @@ class HttpEngine:
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """New tokens of unfinished completions, by request id and member. `known`: by request id, the number of tokens
-        of each member that the caller already has; other requests are left out.
-
-        Raises:
-            WireError: a checksum of the tokens does not match.
-        """
+        of each member that the caller already has; other requests are left out. Raises WireError if a checksum of the
+        tokens does not match."""
         message = PartialsRequest(known={request: list(counts) for request, counts in known.items()})
         body = await self._exchange("/partials", message, "the tokens of unfinished completions", self._health_seconds)
         found = decoded(body, Partials)
@@ -167,11 +164,7 @@ class HttpEngine:
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
-        1.
-
-        Raises:
-            RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
-        """
+        1. Raises RefusedRequest if a text is empty, longer than the context, or has tokens outside the vocabulary."""
         message = ScoreRequest(texts=tuple(map(tuple, texts)))
         body = await self._exchange("/score", message, "the scores of texts", self._answer_seconds)
         return decoded(body, list[tuple[float, ...]])
@@ -227,11 +220,7 @@ class HttpEngine:
 
 
 def decoded(body: bytes, kind: type[Message]) -> Message:
-    """Decode a MessagePack reply.
-
-    Raises:
-        WireError: the reply is not of type `kind`.
-    """
+    """Decode a MessagePack reply. Raises WireError if it is not of type `kind`."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
     except UNREADABLE as error:

@@ -71,11 +71,8 @@ class Connection(asyncio.Protocol):
         self._transport.write(f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\n{headers}".encode() + body)
 
     async def read(self) -> bytes:
-        """Wait for the next part of the response's body; empty at its end. The caller sets the deadline.
-
-        Raises:
-            EngineLost: the connection broke before the end, or the response is not HTTP.
-        """
+        """Wait for the next part of the response's body; empty at its end. The caller sets the deadline. Raises
+        EngineLost if the connection breaks before the end, or the response is not HTTP."""
         while not self._parts and not self.complete:
             if self._lost:
                 raise EngineLost(self._engine, "broke off in the middle of a reply")

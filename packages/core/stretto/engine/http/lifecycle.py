@@ -108,11 +108,7 @@ async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, r
 
 def bind(host: str, port: int, place: str) -> socket.socket:
     """A TCP socket bound to an address of this machine; port 0 takes a free port. `place`: the setting that gives the
-    address, for the error.
-
-    Raises:
-        RecipeError: the address is not available.
-    """
+    address, for the error. Raises RecipeError if the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

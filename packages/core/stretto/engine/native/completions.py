@@ -73,14 +73,12 @@ class Completions:
         self.newest[row] = prompt[-1]
         self.lengths[row] = self.prompts[row] = self._own[row] = len(prompt)
         self.sampling.set(row, member.request.seeds[member.index], sampling)
-        self._watches.pop(row, None)
+        self.forget(row)
         if sampling.stop:
             self._watches[row] = self._stop_texts.watch(sampling.stop)
-        self.matchers.pop(row, None)
         if sampling.grammar:
             assert self._grammars is not None, "checked when the request was added"
             self.matchers[row] = self._grammars.matcher(sampling.grammar)
-        self._likeliest.pop(row, None)
         self._wanted[row] = member.request.top_logprobs
         if member.request.top_logprobs:
             self._likeliest[row] = []
@@ -203,17 +201,17 @@ class Completions:
         return self.progress(row, member, int(self.lengths[row] - self.prompts[row]) - 1)
 
     def close(self, row: int, member: Member) -> Completion:
-        """Return the completion of a row that has ended, by a stop or by its length, and drop the row's state for
-        grammar, stop texts and top log-probabilities."""
+        """Return the completion of a row that has ended, by a stop or by its length, and `forget` the row."""
+        segment, likeliest = self._segment(row, 0), tuple(self._likeliest.get(row, ()))
         self.forget(row)
-        segment, likeliest = self._segment(row, 0), tuple(self._likeliest.pop(row, ()))
         reason = StopReason.STOP if self._stopped[row] else StopReason.LENGTH
         return Completion(member.request.id, member.index, replace(segment, stop_reason=reason), likeliest)
 
     def forget(self, row: int) -> None:
-        """Drop the grammar and stop-text state of a row."""
+        """Drop the state for grammar, stop texts and top log-probabilities of a row, if it has any."""
         self._watches.pop(row, None)
         self.matchers.pop(row, None)
+        self._likeliest.pop(row, None)
 
     def _segment(self, row: int, known: int) -> Segment:
         """Seal the tokens of a row's completion after its first `known` tokens."""

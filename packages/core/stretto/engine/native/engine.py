@@ -151,9 +151,9 @@ class NativeEngine:
 
     @property
     def backlog(self) -> int:
-        """Number of tokens to prefill or recompute before all open completions can run; of the completions of one
-        request, which share its prompt, one is counted."""
-        rows = {self._scheduler.member(row).request.id: row for row in self._scheduler.pending}
+        """Number of tokens to prefill or recompute before all open completions can run; a prompt counts once per
+        request."""
+        rows = {self._scheduler.members[row].request.id: row for row in self._scheduler.pending}
         pending = {id: int(self._completions.lengths[row]) for id, row in rows.items()}
         return sum({**self._scheduler.prompts_waiting(), **pending}.values())
 
@@ -167,11 +167,8 @@ class NativeEngine:
         self._policy.limit(self._cache_bytes)
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request; later steps return its completions.
-
-        Raises:
-            RefusedRequest: names the wrong field, its value and what is allowed.
-        """
+        """Queue a request; later steps return its completions. Raises RefusedRequest, which names the wrong field, its
+        value and what is allowed."""
         context_length = self._policy.layout.context_length
         check_request(request, self._vocab_size, context_length)
         check_prefixes(request, self._vocab_size, context_length, self.version)
@@ -232,7 +229,7 @@ class NativeEngine:
             filtered = columns.constrained(order, filtered)
         tokens, logprobs = sample(logits_RV, temperatures, seeds, places, filtered)
         if len(broken := order[~np.isfinite(logprobs)]):
-            raise BrokenLogits(frozenset(self._scheduler.member(row).request.id for row in broken.tolist()))
+            raise BrokenLogits(frozenset(self._scheduler.members[row].request.id for row in broken.tolist()))
         columns.note_top_logprobs(order, logits_RV, filtered, tokens, logprobs)
         ended = columns.record(order, tokens, logprobs, self.version)
         self._has_sampled = True
@@ -249,10 +246,9 @@ class NativeEngine:
             known: by request id, the number of tokens that the caller already has of each member. Requests and members
                 that it does not name are left out of the result.
         """
-        rows = ((row, self._scheduler.member(row)) for row in self._scheduler.rows)
         found = (
             self._completions.progress(row, member, known[member.request.id][member.index])
-            for row, member in rows
+            for row, member in self._scheduler.members.items()
             if member.request.id in known and member.index < len(known[member.request.id])
         )
         return [progress for progress in found if progress.segment.length]
@@ -303,11 +299,8 @@ class NativeEngine:
     def score(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, tuple[float, ...]]]:
         """Yield log-probabilities of all tokens but the first of each text (token ids), by the version in use, at
         temperature 1, as (index of the text, its next numbers), in bounded pieces (`Prover.texts`). Steps may be taken
-        between two pieces, but no version may be loaded. Completions and their cache are not changed.
-
-        Raises:
-            RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
-        """
+        between two pieces, but no version may be loaded. Completions and their cache are not changed. Raises
+        RefusedRequest if a text is empty, longer than the context, or has tokens outside the vocabulary."""
         for number, text in enumerate(texts):
             check_text(text, f"texts[{number}]", self._vocab_size, self._policy.layout.context_length)
         start = time.monotonic()
@@ -328,7 +321,7 @@ class NativeEngine:
         """Version, queue length and counters."""
         return EngineHealth(
             version=self.version,
-            running=self._scheduler.rows_in_use,
+            running=len(self._scheduler.members),
             waiting=self._scheduler.waiting,
             generated=self._generated,
             prefilled=self._prefilled,
@@ -338,7 +331,7 @@ class NativeEngine:
             wasted=self._wasted,
             updates=self._updates,
             busy_seconds=self._busy_seconds,
-            unfinished=self._ended.total() + sum(map(self._sampled, self._scheduler.rows)),
+            unfinished=self._ended.total() + sum(map(self._sampled, self._scheduler.members)),
             needed=self._scheduler.needed(self._completions.lengths),
         )
 
@@ -347,11 +340,8 @@ class NativeEngine:
         return self._spans.drain()
 
     def check_integrity(self) -> None:
-        """Check that every row and slot has one owner, and that the cache holds exactly the running completions.
-
-        Raises:
-            BoundViolated: names the contradiction.
-        """
+        """Check that every row and slot has one owner, and that the cache holds exactly the running completions. Raises
+        BoundViolated, which names the contradiction, otherwise."""
         self._scheduler.check_integrity()
         self._policy.check_integrity()
         if self._policy.rows != (running := set(self._scheduler.running)):
@@ -362,7 +352,7 @@ class NativeEngine:
             try:
                 matcher.look()
             except RefusedRequest as refused:
-                raise BrokenGrammar(self._scheduler.member(row).request.id, refused) from None
+                raise BrokenGrammar(self._scheduler.members[row].request.id, refused) from None
 
     def _preempt(self) -> None:
         """Let running completions grow into longer slots; if the KV cache is full, drop the entries of the newest
@@ -379,7 +369,7 @@ class NativeEngine:
         costs: dict[int, int] = {}
         first_rows: dict[str, int] = {}
         for row in scheduler.pending:
-            resumed, request = self._has_prefix(row), scheduler.member(row).request.id
+            resumed, request = self._has_prefix(row), scheduler.members[row].request.id
             shared = not resumed and first_rows.setdefault(request, row) != row
             costs[row] = 1 if shared else int(columns.lengths[row])
         taken = scheduler.take_pending(costs, self._config.max_prefill_tokens, columns.lengths)
@@ -387,7 +377,7 @@ class NativeEngine:
         again = self._interrupted_contexts([row for row in taken if self._has_prefix(row)])
         prompts: dict[str, list[int]] = {}
         for row in (row for row in taken if not self._has_prefix(row)):
-            prompts.setdefault(scheduler.member(row).request.id, []).append(row)
+            prompts.setdefault(scheduler.members[row].request.id, []).append(row)
         new = [Context(columns.context(rows[0]), tuple(rows)) for rows in prompts.values()]
         self._recomputed += sum(len(context.own) for context in again)
         self._prefilled += sum(len(context.token_ids) + 1 for context in new)
@@ -400,7 +390,7 @@ class NativeEngine:
         first: dict[str, int] = {}  # context of each request
         for row in rows:
             tokens = self._completions.context(row)
-            prefix_of = first.setdefault(self._scheduler.member(row).request.id, len(contexts))
+            prefix_of = first.setdefault(self._scheduler.members[row].request.id, len(contexts))
             # A context needs at least one token that is not shared, even if it is only the prompt.
             shared = min(int(self._completions.prompts[row]), len(tokens) - 1) if prefix_of < len(contexts) else 0
             contexts.append(Context(tokens, (row,), prefix_of, shared))

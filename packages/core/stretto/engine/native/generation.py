@@ -11,7 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import msgspec
 from torch import Tensor
@@ -151,11 +151,8 @@ class Generation:
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
         """Compile the grammars of requests, if they have any, in a thread, while the engine steps. Otherwise `submit`
-        would compile them between two steps.
-
-        Raises:
-            RefusedRequest: a grammar cannot be compiled, or not within 20 seconds.
-        """
+        would compile them between two steps. Raises RefusedRequest if a grammar cannot be compiled, or not within 20
+        seconds."""
         wanted = dict.fromkeys((request.sampling.grammar, request.sampling.stop_token_ids) for request in requests)
         for grammar, stop_token_ids in wanted:
             if grammar and self.engine.grammars is not None:
@@ -173,15 +170,11 @@ class Generation:
             EngineLost: the server is stopping, or too many completions wait.
         """
         stream = FrameListener(sum(len(request.seeds) for request in requests))
-        submitted: list[str] = []
-        try:
+        with ExitStack() as submitted:
             for request in requests:
                 self.submit(request, stream, every_token=False)
-                submitted.append(request.id)
-        except (RefusedRequest, EngineLost):
-            for id in submitted:
-                self.close(id)
-            raise
+                submitted.callback(self.close, request.id)
+            submitted.pop_all()
         return stream
 
     @contextmanager
@@ -194,15 +187,11 @@ class Generation:
             EngineLost: the server is stopping, or too many completions wait.
         """
         stream = TokenStream(self.engine.name, sum(len(request.seeds) for request in requests), take)
-        submitted: list[str] = []  # a request that is refused because its id is in use is another caller's
-        try:
+        with ExitStack() as submitted:  # without a request that is refused because another caller has its id
             for request in requests:
                 self.submit(request, stream, every_token=take is not None)
-                submitted.append(request.id)
+                submitted.callback(self.close, request.id)
             yield stream
-        finally:
-            for id in submitted:
-                self.close(id)
 
     def submit(self, request: GenerateRequest, listener: FrameListener | TokenStream, *, every_token: bool) -> None:
         """Submit a request; `listener` gets its completions until `close` is called. `every_token`: it also gets each
@@ -280,11 +269,8 @@ class Generation:
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
         1. They are computed in pieces between steps (`NativeEngine.score`), the texts of one call at a time. If a
-        version is loaded meanwhile, all are computed again, in one go.
-
-        Raises:
-            RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
-        """
+        version is loaded meanwhile, all are computed again, in one go. Raises RefusedRequest if a text is empty, longer
+        than the context, or has tokens outside the vocabulary."""
         async with self._scoring:
             engine, found = self.engine, list[tuple[int, tuple[float, ...]]]()
             weights = engine.updates, engine.in_doubt

@@ -113,12 +113,8 @@ class Parameters:
         return base + b @ a
 
     def check(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Refuse a version that does not fit this model exactly.
-
-        Raises:
-            TornPublication: a name is missing or unknown, or a shape differs; or adapters would be added to base
-                weights that were loaded only in part.
-        """
+        """Refuse a version that does not fit this model exactly. Raises TornPublication if a name is missing or
+        unknown, a shape differs, or adapters would be added to base weights that were loaded only in part."""
         shapes = {name: tuple(parameter.shape) for name, parameter in self._parameters.items()}
         if self._beside:
             shapes = {name: tuple(parameter.shape) for name, parameter in self._beside.items()}

@@ -76,7 +76,7 @@ class Scheduler:
         self._waiting: deque[Member] = deque()
         self._pending: deque[int] = deque()  # oldest first
         self._running: set[int] = set()
-        self._members: dict[int, Member] = {}  # by row
+        self.members: dict[int, Member] = {}  #: unfinished completions by row; only the scheduler changes it
         self._ages: dict[int, int] = {}  # by row, the lower the older
         self._open: dict[str, int] = {}  # completions of a request that have not ended
         self._slots: Ints = np.zeros(rows, np.int64)  # tokens of each running row's slot; 0 where none runs
@@ -93,25 +93,13 @@ class Scheduler:
         return {member.request.id: len(member.request.prompt_token_ids) for member in self._waiting}
 
     @property
-    def rows_in_use(self) -> int:
-        return len(self._members)
-
-    @property
-    def rows(self) -> list[int]:
-        """Rows in use."""
-        return list(self._members)
-
-    @property
     def idle(self) -> bool:
         """Whether every completion has ended."""
         return not self._open
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue the completions of a request.
-
-        Raises:
-            RefusedRequest: an open request has its id, or a completion of it could never fit the cache.
-        """
+        """Queue the completions of a request. Raises RefusedRequest if an open request has its id, or a completion of
+        it could never fit the cache."""
         if request.id in self._open:
             raise RefusedRequest("id", repr(request.id), "an id that no open request uses")
         members = [Member(request, index) for index in range(len(request.seeds))]
@@ -126,7 +114,7 @@ class Scheduler:
         admitted = []
         while self._free and self._waiting:
             member, row = self._waiting.popleft(), self._free.pop()
-            self._members[row], self._ages[row] = member, self._admitted
+            self.members[row], self._ages[row] = member, self._admitted
             self._admitted += 1
             self._pending.append(row)
             admitted.append((row, member))
@@ -172,7 +160,7 @@ class Scheduler:
         """
         mean = self._held / max(1, len(self._running))
         pending = sum(max(mean, self._slot(int(lengths[row]))) for row in self._pending)
-        rows = (len(self._members) + len(self._waiting)) / self._rows
+        rows = (len(self.members) + len(self._waiting)) / self._rows
         return max(rows, (self._held + pending) / max(1, self._cache_tokens))
 
     def has_capacity(self, lengths: Ints) -> bool:
@@ -215,7 +203,7 @@ class Scheduler:
         """Drop the request with this id; returns the rows that its unfinished completions had. Unknown ids are
         ignored."""
         self._waiting = deque(member for member in self._waiting if member.request.id != request)
-        rows = [row for row, member in self._members.items() if member.request.id == request]
+        rows = [row for row, member in self.members.items() if member.request.id == request]
         self._pending = deque(row for row in self._pending if row not in rows)
         self._running.difference_update(rows)
         for row in rows:
@@ -237,28 +225,17 @@ class Scheduler:
         """Rows of pending completions, oldest first."""
         return tuple(self._pending)
 
-    def member(self, row: int) -> Member:
-        return self._members[row]
-
-    @property
-    def members(self) -> Mapping[int, Member]:
-        """Completions by row."""
-        return self._members
-
     def check_integrity(self) -> None:
         """Check that every row is exactly one of free, pending and running, that every open completion is counted once,
-        and that the cache holds exactly the running rows, within its limit.
-
-        Raises:
-            BoundViolated: names the contradiction.
-        """
+        and that the cache holds exactly the running rows, within its limit. Raises BoundViolated, which names the
+        contradiction, otherwise."""
         rows = sorted([*self._free, *self._pending, *self._running])
         if rows != list(range(self._rows)):
             raise BoundViolated(f"the {self._rows} rows are not each in one place: {rows}")
-        if set(self._members) != {*self._pending, *self._running}:
-            raise BoundViolated(f"rows {sorted(self._members)} have completions, others are in use")
-        if sum(self._open.values()) != len(self._waiting) + len(self._members):
-            raise BoundViolated(f"{self._open} are open, {self.waiting} wait and {self.rows_in_use} have rows")
+        if set(self.members) != {*self._pending, *self._running}:
+            raise BoundViolated(f"rows {sorted(self.members)} have completions, others are in use")
+        if sum(self._open.values()) != len(self._waiting) + len(self.members):
+            raise BoundViolated(f"{self._open} are open, {self.waiting} wait and {len(self.members)} have rows")
         if set(np.flatnonzero(self._slots).tolist()) != self._running or self._held != self._slots.sum():
             raise BoundViolated(f"{self._held} tokens are held in the slots {self._slots} by rows {self.running}")
         if self._held > self._cache_tokens:
@@ -279,7 +256,7 @@ class Scheduler:
 
     def _leave(self, row: int) -> Member:
         """Take a completion out of its row; returns the completion."""
-        member = self._members.pop(row)
+        member = self.members.pop(row)
         del self._ages[row]
         self._free.append(row)
         self._hold(row, 0)

@@ -62,11 +62,8 @@ class PathTokens:
 
 def paths_of(prompt: Prompt, trajectory: Trajectory, evidence: Evidence = "all") -> list[PathTokens]:
     """The paths of a decided trajectory of `prompt` as token sequences; empty if no token was sampled. `evidence`:
-    tokens whose context is of their version; the others are marked as `mixed`.
-
-    Raises:
-        BoundViolated: the checksum of a segment does not match, or a token was sampled without any context.
-    """
+    tokens whose context is of their version; the others are marked as `mixed`. Raises BoundViolated if the checksum of
+    a segment does not match, or a token was sampled without any context."""
     for segment in trajectory.segments:
         if not segment.intact:
             raise BoundViolated(f"trajectory {trajectory.id}: its tokens are not what was sampled: no checksum fits")
@@ -168,11 +165,8 @@ def _joined(parts: Sequence[Any], kind: Any) -> npt.NDArray[Any]:
 
 def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
     """Convert numbers to an array of dtype `kind`. Floating-point numbers beyond its range become infinite, as in a
-    tensor. Integers must be within its range: those of an array would wrap.
-
-    Raises:
-        OverflowError: a Python integer is beyond the range.
-    """
+    tensor. Integers must be within its range: those of an array would wrap. Raises OverflowError if a Python integer is
+    beyond the range."""
     if isinstance(values, np.ndarray) and values.dtype == kind:
         return values
     with np.errstate(over="ignore"):

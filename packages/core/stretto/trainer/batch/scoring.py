@@ -30,11 +30,8 @@ def score_tokens(
     is the same on every rank; all ranks must call it. Empty if no token was sampled.
 
     `capacity`: most tokens of a forward pass. `device`: where `evaluate` computes; it returns one score per wanted
-    token. A path for which `continues` is true gets one score more, of the state after its last token.
-
-    Raises:
-        BoundViolated: the checksum of a segment does not match, or a token was sampled without any context.
-    """
+    token. A path for which `continues` is true gets one score more, of the state after its last token. Raises
+    BoundViolated as `paths_of`."""
     scored = [
         _scored(path, continues(path))
         for group in batch.groups

@@ -109,7 +109,7 @@ def gae(
     eps: Eps = 1e-6,
     critic: WithCritic = None,
 ) -> TokenScores:
-    """Generalised advantage estimation; without a critic that is the reward at the last token, discounted."""
+    """Generalised advantage estimation; without a critic that is the terminal reward, discounted."""
     scores: TokenScores = _by_token("gae")(groups, gamma, lam, eps if normalised else None)
     return scores
 

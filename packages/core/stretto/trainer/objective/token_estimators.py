@@ -34,11 +34,8 @@ def gae(groups: Groups, gamma: float, lam: float, eps: float | None) -> TokenSco
 
 
 def advantages_of(estimator: EstimatorSection, groups: Groups) -> TokenScores:
-    """The advantage of each loss token of each completion of each group. `groups`: the whole batch.
-
-    Raises:
-        RecipeError: a user's estimator raised, or returned a wrong shape or a non-finite number.
-    """
+    """The advantage of each loss token of each completion of each group. `groups`: the whole batch. Raises RecipeError
+    if a user's estimator raises, or returns a wrong shape or a non-finite number."""
     own = is_own(estimator.kind)
     found: Any = ESTIMATORS.bound(estimator)(_as_lists(groups) if own else groups)
     if own and (fault := next(estimate_faults(estimator, groups, found), "")):

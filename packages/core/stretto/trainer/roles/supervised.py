@@ -117,28 +117,21 @@ def sender_of(channel: RoleEnd[Stop]) -> Callable[[SupervisedProgress], None]:
 
 def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
     """Load the model of `spec.model`, train it on `spec.examples`, save it to `spec.out`, and send `SupervisedDone`.
-
-    Raises:
-        OutOfMemory: the device has no memory left.
-    """
+    Raises OutOfMemory if the device has no memory left."""
     with memory_named(f"the {spec.role}", spec.gpus, 0, "while it trained on its examples"):
-        _learn(spec, channel)
-
-
-def _learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
-    examples = _EXAMPLES.decode(Path(spec.examples).read_bytes())
-    tell = sender_of(channel)
-    config: OptimizerConfig
-    if isinstance(examples, Demonstrations):
-        config = shown = SupervisedConfig.model_validate_json(spec.config)
-        model = _load(spec.model, config)
-        fine_tune(model, examples.examples, shown, seed=spec.seed, progress=tell)
-    else:
-        prefer = from_package("stretto_app.extensions.preference_learning:learn", "preferences")
-        model, config = prefer(spec, examples, _load, tell)
-    start = Path(spec.model)
-    save_policy(model, start, Path(spec.out), dtype=saved_dtype(config.save_dtype, start))
-    channel.send(SupervisedDone())
+        examples = _EXAMPLES.decode(Path(spec.examples).read_bytes())
+        tell = sender_of(channel)
+        config: OptimizerConfig
+        if isinstance(examples, Demonstrations):
+            config = shown = SupervisedConfig.model_validate_json(spec.config)
+            model = _load(spec.model, config)
+            fine_tune(model, examples.examples, shown, seed=spec.seed, progress=tell)
+        else:
+            prefer = from_package("stretto_app.extensions.preference_learning:learn", "preferences")
+            model, config = prefer(spec, examples, _load, tell)
+        start = Path(spec.model)
+        save_policy(model, start, Path(spec.out), dtype=saved_dtype(config.save_dtype, start))
+        channel.send(SupervisedDone())
 
 
 def _load(folder: str, config: OptimizerConfig) -> PreTrainedModel:
