@@ -3,7 +3,8 @@
 - every answer comes out as it does with a large cache: same tokens, log-probabilities to rounding;
 - after an update the tokens that were there keep their version, those that come later have the new one;
 - the memory of keys and values stays within the budget, also within a limit that changes between two steps; what can
-  never fit is refused before it begins.
+  never fit is refused before it begins;
+- the backlog counts a prompt once, and every sampled token that is to be computed again.
 """
 
 from collections.abc import Mapping
@@ -123,6 +124,19 @@ def test_keeping_the_cache_on_updates_does_not_keep_it_from_preemption(folder: P
     ended = drain(engine)
     assert len(ended) == 6
     assert engine.health().preempted > 0
+
+
+def test_the_backlog_counts_the_tokens_of_every_interrupted_answer(folder: Path, plain: PreTrainedModel) -> None:
+    engine = engine_of(folder)
+    engine.add(request("r", prompt=10, seeds=(1, 2, 3), stop_token_ids=(), max_tokens=20))
+    assert engine.backlog == 10
+    for _ in range(4):
+        engine.step()
+    assert engine.backlog == 0
+    engine.update(1, weights(plain))
+    assert engine.backlog == 10 + 3 * 4
+    engine.add(request("s", prompt=7))
+    assert engine.backlog == 10 + 3 * 4 + 7
 
 
 def test_aborting_a_preempted_answer_forgets_it(folder: Path) -> None:

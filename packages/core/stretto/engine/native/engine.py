@@ -153,9 +153,9 @@ class NativeEngine:
     def backlog(self) -> int:
         """Number of tokens to prefill or recompute before all open completions can run; a prompt counts once per
         request."""
-        rows = {self._scheduler.members[row].request.id: row for row in self._scheduler.pending}
-        pending = {id: int(self._completions.lengths[row]) for id, row in rows.items()}
-        return sum({**self._scheduler.prompts_waiting(), **pending}.values())
+        pending = {row: self._scheduler.members[row].request for row in self._scheduler.pending}
+        prompts = {request.id: len(request.prompt_token_ids) for request in pending.values()}
+        return sum({**self._scheduler.prompts_waiting(), **prompts}.values()) + sum(map(self._sampled, pending))
 
     def limit(self, cache_bytes: int) -> None:
         """Set the limit of the KV cache, at most `engine.cache_gib`. Running completions that no longer fit lose their
