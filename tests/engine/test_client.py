@@ -1,5 +1,5 @@
 """Promises: the client loads no torch; requests that follow each other share a connection, unless it was idle for long;
-a stream of bytes that is no HTTP, or no engine's, is a named error."""
+a stream of bytes that is no HTTP, or no engine's, or that ends nowhere, is a named error."""
 
 import asyncio
 import subprocess
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from stretto.core.errors import EngineLost, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLost, WireError
+from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.http import client as client_module
 from stretto.engine.http.client import HttpEngine
 
@@ -87,6 +88,27 @@ async def test_a_reply_that_is_none_is_a_named_error(
     async with answering(tmp_path / "e.sock", reply) as client:
         with pytest.raises(error, match=message):
             await client.health()
+
+
+async def test_a_refusal_that_never_ends_is_a_named_error(tmp_path: Path) -> None:
+    given_up, replied = asyncio.Event(), asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 400 Bad Request\r\ncontent-length: 100\r\n\r\nhalf")
+        await given_up.wait()
+        writer.close()
+        replied.set()
+
+    async with await asyncio.start_unix_server(answer, tmp_path / "e.sock"):
+        client = HttpEngine("engine-0", f"unix:{tmp_path / 'e.sock'}", answer_seconds=60, health_seconds=0.1)
+        request = GenerateRequest(id="a", prompt_token_ids=(5,), seeds=(1,), sampling=Sampling(max_tokens=1))
+        async with asyncio.timeout(30):
+            with pytest.raises(DeadlineExceeded, match="the end of a refusal of a"):
+                await anext(client.generate(request))
+        given_up.set()
+        await replied.wait()
+        await client.close()
 
 
 async def test_a_connection_that_was_closed_meanwhile_is_not_used_again(tmp_path: Path) -> None:

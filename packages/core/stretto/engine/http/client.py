@@ -94,7 +94,8 @@ class HttpEngine:
             while True:
                 part = await self._part(connection, f"the next completion to {requested}")
                 if connection.status != _OK:
-                    raise refusal(self.name, connection.status, part + await connection.rest())
+                    async with deadline(self._owner, f"the end of a refusal of {requested}", self._health_seconds):
+                        raise refusal(self.name, connection.status, part + await connection.rest())
                 for body in unframer.feed(part):
                     missing -= 1
                     yield self._completion(body)
