@@ -61,8 +61,8 @@ class Meter:
 
     def compared(self, micro: MicroBatch, proximal_logprobs: Tensor) -> None:
         """Add the differences between the log-probabilities of engines and trainer, for tokens of the version before
-        the step over a context of its own (`MicroBatch.mixed`). `proximal_logprobs`: [N], by the trainer before the
-        step."""
+        the step whose context this version has computed too (`MicroBatch.mixed`). `proximal_logprobs`: [N], by the
+        trainer before the step."""
         on_policy = micro.staleness == 0 if micro.mixed is None else (micro.staleness == 0) & ~micro.mixed
         difference = (micro.behavior_logprobs - proximal_logprobs).abs().masked_fill(~on_policy, 0.0)
         sums_S = micro.sequences.sums(torch.stack([difference, on_policy.to(difference.dtype)], dim=1))

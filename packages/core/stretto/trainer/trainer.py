@@ -81,7 +81,7 @@ class Trainer:
             reference: required if the algorithm has a reference policy, otherwise None. A model with adapters can be
                 its own reference to the initial policy; then None.
             critic: required if the algorithm has a critic, otherwise None.
-            sink: receives the per-token results of the steps that it keeps.
+            sink: receives the per-token results of the steps that it keeps; None: they are not kept.
 
         Raises:
             ValueError: a reference or critic is missing, or is given without need.
@@ -166,7 +166,8 @@ class Trainer:
     def publish(
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Canary | None:
-        """Publish the policy as `version`, and return its canary when engines can load it (`copied`)."""
+        """Publish the policy as `version`; returns when engines can load it. The arguments, and the canary that is
+        returned (None without a `text`), are those of `copied`."""
         canary, _ = self.copied(publisher, text, held)()
         return canary
 

@@ -57,7 +57,7 @@ class Connection(asyncio.Protocol):
         self.status = 0
 
     def is_reusable(self, idle: float) -> bool:
-        """Whether the connection is open and its last response ended within the last `idle` seconds."""
+        """Whether the connection is open, kept by the server, and its last response ended within `idle` seconds."""
         since = asyncio.get_running_loop().time() - self._completed
         return not self._lost and self.complete and self._kept and since < idle
 

@@ -200,7 +200,8 @@ class NativeEngine:
         self._policy.tune(self._tiles)
 
     def step(self) -> list[Completion]:
-        """Start and sample what fits, one token of each completion; returns the completions that ended, [] when idle.
+        """Start what fits, then sample one token of every running completion; returns the completions that ended. Does
+        nothing when idle.
 
         Raises:
             BrokenLogits: logits of some requests are not finite. No completion got a token. Unless `give_up` is called,

@@ -47,7 +47,7 @@ _GRAMMAR_SECONDS = 20.0  # most grammars compile in milliseconds, the worst in o
 
 # Both listeners are called between two steps, so they must be quick.
 class FrameListener(Stream):
-    """Streams whole completions as frames."""
+    """A stream of whole completions that listens to a `Generation`."""
 
     def progressed(self, new: NewToken) -> None:
         """Ignored: frames hold whole completions."""

@@ -168,7 +168,7 @@ class Scheduler:
         return bool(self._pending) and self._fits(self._slot(int(lengths[self._pending[0]])))
 
     def take_pending(self, costs: Mapping[int, int], most_tokens: int, lengths: Ints) -> list[int]:
-        """Start pending rows in this step, oldest first, and return them.
+        """Make pending rows running, oldest first, as far as they fit this step, and return them.
 
         Args:
             costs: tokens to compute for each pending row.

@@ -127,7 +127,7 @@ class _Credit(BaseModel):
 
 
 class EstimatorSection(Section, _Credit):
-    """An estimator with its parameters."""
+    """An estimator with its parameters: the value of `algorithm.advantages`. Each estimator has a subclass."""
 
     @property
     def compares(self) -> bool:
