@@ -242,11 +242,8 @@ class NativeEngine:
 
     def progress(self, known: Mapping[str, Sequence[int]]) -> list[Progress]:
         """New tokens of unfinished completions, one `Progress` per completion; those without new tokens are left out.
-
-        Args:
-            known: by request id, the number of tokens that the caller already has of each member. Requests and members
-                that it does not name are left out of the result.
-        """
+        `known`: by request id, the number of tokens that the caller already has of each member. Requests and members
+        that it does not name are left out of the result too."""
         found = (
             self._completions.progress(row, member, known[member.request.id][member.index])
             for row, member in self._scheduler.members.items()

@@ -122,11 +122,7 @@ class Scheduler:
 
     def grow(self, lengths: Ints) -> list[int]:
         """Let running rows grow into longer slots. If the cache is full, the newest running rows become pending again;
-        returns these preempted rows, newest first.
-
-        Args:
-            lengths: [rows] tokens of each row.
-        """
+        returns these preempted rows, newest first. `lengths`: [rows] tokens of each row."""
         grown = np.flatnonzero((lengths > self._slots) & (self._slots > 0))
         for row in grown.tolist():
             self._hold(row, self._slot(int(lengths[row])))
@@ -151,20 +147,15 @@ class Scheduler:
 
     def needed(self, lengths: Ints) -> float:
         """Demand of all open completions over supply, in rows or in cached tokens, whichever share is larger; above 1
-        some must wait.
-
-        Pending rows are assumed to need as much as a running row on average.
-
-        Args:
-            lengths: [rows] tokens of each row.
-        """
+        some must wait. A pending row is assumed to need at least as much as a running row on average. `lengths`: [rows]
+        tokens of each row."""
         mean = self._held / max(1, len(self._running))
         pending = sum(max(mean, self._slot(int(lengths[row]))) for row in self._pending)
         rows = (len(self.members) + len(self._waiting)) / self._rows
         return max(rows, (self._held + pending) / max(1, self._cache_tokens))
 
     def has_capacity(self, lengths: Ints) -> bool:
-        """Whether the oldest pending row can be computed now."""
+        """Whether the oldest pending row can be computed now; False if none is pending. `lengths`: as in `grow`."""
         return bool(self._pending) and self._fits(self._slot(int(lengths[self._pending[0]])))
 
     def take_pending(self, costs: Mapping[int, int], most_tokens: int, lengths: Ints) -> list[int]:
