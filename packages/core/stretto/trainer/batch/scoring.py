@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,40 +31,29 @@ def score_tokens(
     `capacity`: most tokens of a forward pass. `device`: where `evaluate` computes; it returns one score per wanted
     token. A path for which `continues` is true gets one score more, of the state after its last token. Raises
     BoundViolated as `paths_of`."""
-    scored = [
-        _scored(path, continues(path))
+    paths = [
+        path
         for group in batch.groups
         for trajectory in group.trajectories
         for path in paths_of(group.prompt, trajectory)
     ]
-    if not scored:
+    if not paths:
         return {}
-    divided = shares([len(one.token_ids) for one in scored], capacity, 1, ranks.shares)
-    own = [evaluate(_packed([scored[i] for i in pack], device)) for pack in divided[ranks.share]]
+    places = [np.append(one.places, np.int32(len(one.token_ids))) if continues(one) else one.places for one in paths]
+    divided = shares([len(path.token_ids) for path in paths], capacity, 1, ranks.shares)
+    own = [
+        evaluate(_packed([paths[i] for i in pack], [places[i] for i in pack], device)) for pack in divided[ranks.share]
+    ]
     numbers, _ = ranks.all_gather(torch.cat(own))
-    order = [scored[i] for share in divided for pack in share for i in pack]
-    parts = np.split(numbers.double().cpu().numpy(), np.cumsum([len(one.places) for one in order])[:-1])
-    return {one.id: part for one, part in zip(order, parts, strict=True)}
+    order = [i for share in divided for pack in share for i in pack]
+    parts = np.split(numbers.double().cpu().numpy(), np.cumsum([len(places[i]) for i in order])[:-1])
+    return {paths[i].id: part for i, part in zip(order, parts, strict=True)}
 
 
-@dataclass(frozen=True)
-class _Scored:
-    """The tokens of a path, its number of prompt tokens, and the positions that get a score."""
-
-    id: str
-    token_ids: Ints
-    prompt_tokens: int
-    places: Ints
-
-
-def _scored(path: PathTokens, continues: bool) -> _Scored:
-    places = np.append(path.places, np.int32(len(path.token_ids))) if continues else path.places
-    return _Scored(path.id, path.token_ids, path.prompt_tokens, places)
-
-
-def _packed(scored: Sequence[_Scored], device: torch.device) -> PackedTokens:
+def _packed(paths: Sequence[PathTokens], places: Sequence[Ints], device: torch.device) -> PackedTokens:
+    """Pack paths for one forward pass. `places`: the positions in each path that get a score."""
     # As in `minibatch.py`: on the CPU the paths share the computation of their prompt.
-    prompts = None if device.type == "cuda" else [one.prompt_tokens for one in scored]
+    prompts = None if device.type == "cuda" else [path.prompt_tokens for path in paths]
     # After the last token any token is scored: a token more would have a position that learned positions may not have.
-    targets = [np.append(one.token_ids, np.int32(0))[one.places] for one in scored]
-    return pack_tokens([one.token_ids for one in scored], [one.places for one in scored], device, prompts, targets)
+    targets = [np.append(path.token_ids, np.int32(0))[wanted] for path, wanted in zip(paths, places, strict=True)]
+    return pack_tokens([path.token_ids for path in paths], places, device, prompts, targets)
