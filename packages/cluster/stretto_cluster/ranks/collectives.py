@@ -40,7 +40,7 @@ from stretto.core.machine import use_interface_of
 from stretto.model.hf.layers import sharding_units
 from stretto.model.packed.logprobs import SCORE, score_as_method
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.ranks import Ranks, without_memory, zeros_on_host
+from stretto.trainer.ranks import Ranks, on_meta_device, zeros_on_host
 from stretto.trainer.ranks import own as own_part
 from stretto_cluster.ranks.filling import draw_adapters, fill, own_slices
 from stretto_cluster.ranks.matrices import divide_matrices, refuse_undividable
@@ -94,7 +94,7 @@ class ShardedRanks(Ranks):
         if self.tensor is not None:
             divide_matrices(model, self.tensor)
         self._fully_shard(root, model, exact)
-        if without_memory(root):
+        if on_meta_device(root):
             fill(model, root, self.device)
             draw_adapters(model)
 

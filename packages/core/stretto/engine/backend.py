@@ -66,7 +66,8 @@ class Stream:
 
 
 class Backend(Protocol):
-    """Generates completions and loads weights. The client of the HTTP server raises the errors that are raised here."""
+    """Generates completions and loads weights. A WireError or EngineLost that is raised here is raised again by the
+    client of the HTTP server."""
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
         """Do slow preparations for `submit_all`, such as compiling grammars, while generation continues. Raises

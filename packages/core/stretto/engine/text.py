@@ -119,7 +119,7 @@ class StopFinder:
         self.found = ""  #: the stop text that was found
 
     @property
-    def looks(self) -> bool:
+    def has_stops(self) -> bool:
         """Whether there is a stop text to find."""
         return bool(self._stops)
 

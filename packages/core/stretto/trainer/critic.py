@@ -25,7 +25,7 @@ from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, TrainerConfig
 from stretto.trainer.objective.returns import Column, Doubles
 from stretto.trainer.optimizer import Optimizer, OptimizerStep, learning_rate
-from stretto.trainer.ranks import ALONE, Ranks, without_memory
+from stretto.trainer.ranks import ALONE, Ranks, on_meta_device
 
 
 def value_loss(values: Tensor, before: Tensor, returns: Tensor, clip: float) -> Tensor:
@@ -96,7 +96,7 @@ class StateValues(nn.Module):
     def __init__(self, model: PreTrainedModel, config: TrainerConfig, ranks: Ranks = ALONE) -> None:
         super().__init__()
         model.eval()
-        if not without_memory(model):
+        if not on_meta_device(model):
             use_onednn(model, TRAINING)
         if config.activation_checkpointing:
             checkpoint_activations(model)

@@ -40,7 +40,7 @@ from stretto.model.kernels import TRAINING, use_onednn
 from stretto.model.packed.layer import fuse_layers
 from stretto.model.packed.logprobs import PackedTokens, TokenLogprobs, check_policy, token_logprobs
 from stretto.trainer.config import OptimizerConfig
-from stretto.trainer.ranks import ALONE, Ranks, by_mesh, own, without_memory, zeros_on_host
+from stretto.trainer.ranks import ALONE, Ranks, by_mesh, on_meta_device, own, zeros_on_host
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # torch's names of AdamW's moments
 _THROUGH = 1 << 28
@@ -287,7 +287,7 @@ class Policy(nn.Module):
             raise ValueError(f"log-probabilities need a temperature above 0, not {sampling.temperature}")
         super().__init__()
         model.eval()
-        self._checked = not without_memory(model)
+        self._checked = not on_meta_device(model)
         if self._checked:
             check_policy(model)
             use_onednn(model, TRAINING)

@@ -131,7 +131,7 @@ def own(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def without_memory(module: nn.Module) -> bool:
+def on_meta_device(module: nn.Module) -> bool:
     """Whether a parameter of the module is on the meta device."""
     return any(parameter.is_meta for parameter in module.parameters())
 

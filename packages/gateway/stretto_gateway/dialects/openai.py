@@ -49,7 +49,7 @@ class CompletionText:
     @property
     def is_plain(self) -> bool:
         """Whether the client gets text only (no log-probabilities) and there is no stop text to look for."""
-        return not self._with_tokens and not self._stop.looks
+        return not self._with_tokens and not self._stop.has_stops
 
     def push(self, token: int) -> str:
         """Add one token of a plain completion (`is_plain`); returns the characters that are complete with it, "" if

@@ -49,7 +49,7 @@ class Completions:
         self.lengths: Ints = np.zeros(rows, np.int64)  # prompt and completion
         self.prompts: Ints = np.zeros(rows, np.int64)  # tokens of the prompt
         self.limits: Ints = np.zeros(rows, np.int64)  # limit of `lengths`
-        self._own: Ints = np.zeros(rows, np.int64)  # from here tokens have a context of their own version; see `mixed`
+        self._own: Ints = np.zeros(rows, np.int64)  # from here tokens have a context of one version (`note_mixed`)
         self.sampling = SamplingColumns(rows)
         self._watches: dict[int, Watch] = {}
         self.matchers: dict[int, Matcher] = {}  # rows with a grammar
@@ -109,11 +109,11 @@ class Completions:
         """All tokens of a row except the newest: the tokens whose KV entries the row needs before its next step."""
         return self._history[row, : self.lengths[row] - 1]
 
-    def mixed(self, rows: list[int]) -> None:
+    def note_mixed(self, rows: list[int]) -> None:
         """Note that these rows keep KV entries of an earlier version, which later tokens attend to."""
         self._own[rows] = _NOWHERE
 
-    def recomputed(self, rows: list[int]) -> None:
+    def note_recomputed(self, rows: list[int]) -> None:
         """Note that this step computes the KV entries of these rows, all with the version in use."""
         self._own[rows] = np.minimum(self._own[rows], self.lengths[rows])
 
@@ -123,7 +123,7 @@ class Completions:
         begin, end = int(self._own[row]), int(self.lengths[row])
         return begin + np.flatnonzero(self._versions[row, begin:end] == version)
 
-    def told(self, row: int, places: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
+    def tokens_at(self, row: int, places: Ints) -> tuple[Ints, npt.NDArray[np.float32]]:
         """Tokens of a row at `places` (positions in its history), and their log-probabilities at sampling."""
         return self._history[row, places], self._logprobs[row, places]
 

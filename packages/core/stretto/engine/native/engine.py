@@ -371,7 +371,7 @@ class NativeEngine:
             shared = not resumed and first_rows.setdefault(request, row) != row
             costs[row] = 1 if shared else int(columns.lengths[row])
         taken = scheduler.take_pending(costs, self._config.max_prefill_tokens, columns.lengths)
-        columns.recomputed(taken)
+        columns.note_recomputed(taken)
         again = self._interrupted_contexts([row for row in taken if self._has_prefix(row)])
         prompts: dict[str, list[int]] = {}
         for row in (row for row in taken if not self._has_prefix(row)):
@@ -420,7 +420,7 @@ class NativeEngine:
             self._scheduler.interrupt()
             self._policy.clear()
         else:
-            self._completions.mixed(rows)
+            self._completions.note_mixed(rows)
 
     def _stale_rows(self) -> tuple[str, ...]:
         """A tuple with one message if KV entries of earlier weights are left that an update should have dropped;

@@ -234,7 +234,8 @@ class Prover:
         texts = [completions.context(row) for row in chosen]
         starts = np.cumsum([0, *map(len, texts)])
         places = [completions.sampled_with(row, version) for row in chosen]
-        tokens, told = (np.concatenate(column) for column in zip(*map(completions.told, chosen, places), strict=True))
+        columns = zip(*map(completions.tokens_at, chosen, places), strict=True)
+        tokens, told = (np.concatenate(column) for column in columns)
         before = np.concatenate([start + place - 1 for start, place in zip(starts, places, strict=False)])
         rows_N = np.repeat(chosen, list(map(len, places)))
         settings, again = completions.sampling, np.zeros(len(tokens))
