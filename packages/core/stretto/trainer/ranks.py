@@ -81,8 +81,8 @@ class Ranks:
         return number
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Gather on rank 0 a tensor that is sharded on the CPU, and return the full one; other ranks get `tensor` back.
-        Uses the second group."""
+        """Gather on rank 0 a tensor that is sharded on the CPU, and return the full one there; other ranks get it too,
+        or `tensor` back. Uses the second group."""
         return tensor
 
     def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:
