@@ -164,9 +164,9 @@ def _joined(parts: Sequence[Any], kind: Any) -> npt.NDArray[Any]:
 
 
 def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
-    """Convert numbers to an array of dtype `kind`. Floating-point numbers beyond its range become infinite, as in a
-    tensor. Integers must be within its range: those of an array would wrap. Raises OverflowError if a Python integer is
-    beyond the range."""
+    """Convert numbers to an array of dtype `kind`; an array of this dtype is returned itself. Floating-point numbers
+    beyond its range become infinite, as in a tensor. Integers must be within its range: those of an array would wrap.
+    Raises OverflowError if a Python integer is beyond the range."""
     if isinstance(values, np.ndarray) and values.dtype == kind:
         return values
     with np.errstate(over="ignore"):
