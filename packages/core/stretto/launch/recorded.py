@@ -44,9 +44,11 @@ SOURCES = "sources"  #: name of the ledger's fact with the digests, by name of t
 
 
 def digests_of(recipe: Recipe) -> dict[str, str]:
-    """Compute a digest of the file of each user-defined part (``package.module:name``), by its name; of several files,
-    if sections with folders of their own have one name. Parts whose file is not found are left out; files that they
-    import are not covered."""
+    """Compute a digest of the source file of each user-defined part of a recipe, by its name ``package.module:name``.
+
+    If sections with different folders use the same name, the digest covers all their files. Parts whose file is not
+    found are left out; files that they import are not covered.
+    """
     files = dict[str, dict[Path, None]]()
     for name, folder in _own_parts(recipe):
         file = _file_of(name.partition(":")[0], folder)
@@ -56,8 +58,8 @@ def digests_of(recipe: Recipe) -> dict[str, str]:
 
 
 def changed_sources(ledger: Ledger, recipe: Recipe) -> tuple[str, ...]:
-    """Return a tuple with one sentence, which names the parts whose file has changed since the run was started the last
-    time; an empty one if there are none, or no digests are on record."""
+    """Return a tuple with one sentence, which names the user-defined parts whose file has changed since the run was
+    started the last time. Empty if there are none, or no digests are on record; parts that are new do not count."""
     known, found = ledger.get(SOURCES, dict[str, str]) or {}, digests_of(recipe)
     changed = [name for name, digest in found.items() if known.get(name, digest) != digest]
     if not changed:
@@ -67,14 +69,16 @@ def changed_sources(ledger: Ledger, recipe: Recipe) -> tuple[str, ...]:
 
 
 def record_sources(ledger: Ledger, recipe: Recipe, changed: Sequence[str] = ()) -> None:
-    """Store the digests in the ledger, and each sentence of `changed` as an event."""
+    """Store the digests of the recipe's parts (`digests_of`) in the ledger, and each sentence of `changed` (from
+    `changed_sources`) as an event."""
     for sentence in changed:
         ledger.event(CHANGED, sentence)
     ledger.put(SOURCES, digests_of(recipe))
 
 
 def _own_parts(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
-    """Yield name and folder of each user-defined part. The folder is searched first for its module; None: none is."""
+    """Yield (name, folder) of each user-defined part. Its module is looked up in the folder first; None: no such
+    folder."""
     tree = recipe.model_dump(mode="python")
     named = [(name, recipe.path) for name in named_in_doors(tree)]
     for section in (tree["rewards"], tree["workflow"] or {}):
@@ -85,8 +89,8 @@ def _own_parts(recipe: Recipe) -> Iterator[tuple[str, str | None]]:
 
 
 def _file_of(module: str, folder: str | None) -> Path | None:
-    """Return the source file of a module, found as an import would in `folder` (None: not), the working folder and
-    `sys.path`, but without running any code; None if not found."""
+    """Return the source file of the module with this dotted name, searched as an import would in `folder` (if given),
+    the working folder and `sys.path`, but without running any code. None if it is not found or has no file."""
     places: Sequence[str] | None = [*([folder] if folder else []), os.getcwd(), *sys.path]
     file: str | None = None
     for name in module.split("."):  # by its own name alone: a package without __init__.py is looked up in its parent
@@ -120,6 +124,7 @@ class DataRecord(Record, frozen=True):
 
     @classmethod
     def of(cls, plan: Plan) -> DataRecord:
+        """Compute the record of a plan's training questions."""
         whole = hashlib.blake2b(digest_size=16)
         for prompt in plan.training:
             for text in (prompt.id, prompt.text, prompt.answer):

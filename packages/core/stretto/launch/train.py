@@ -94,14 +94,18 @@ def prepare(
     """Check everything, and create or open the run folder and lock it; nothing is started.
 
     Args:
-        recipe_path: recipe file; with `resume`, also the folder of a run with its own recipe.
+        recipe_path: recipe file; with `resume`, it may be a run folder, whose own recipe is then used.
+        overrides: texts ``section.key=value``.
         run_dir: run folder; None: ``runs/RECIPE-DATE``, or the folder given as `recipe_path`.
-        resume: continue a run.
-        write: replace the recipe in the folder and ledger of a resumed run; False for a dry run.
+        resume: continue a run. Then `run_dir`, or a folder as `recipe_path`, is needed.
+        write: replace the recipe in the folder and ledger of a resumed run; False for a dry run. A new run is always
+            written.
 
     Raises:
-        UserError: has every mistake.
-        StoreError: the ledger of a resumed run is damaged, or has another format.
+        UserError: the recipe, what it names, or the run folder is wrong; has every mistake. A resumed run may change
+            only some settings, and not its questions.
+        StoreError: the ledger, a line of the metrics, or every checkpoint of a resumed run is damaged, or the ledger
+            has another format.
     """
     if resume and os.path.isdir(recipe_path):
         if run_dir is not None and run_dir.resolve() != recipe_path.resolve():
@@ -137,16 +141,20 @@ def prepare(
 
 
 def _assert_alone(path: Path, recipe: Recipe) -> None:
-    """Raise RunFolderError if another conductor of this run is alive, on another copy of its folder."""
+    """Raise RunFolderError if another conductor of this run is alive, on another copy of its folder. Does nothing if no
+    machine could ever join the run."""
     if (path / _JOIN).exists():
         alone = from_package("stretto_cluster.succession:assert_alone", f"{path / _JOIN}")
         asyncio.run(alone(path, recipe.cluster.tls or ""))
 
 
 def fitting(plan: Plan, *, dry: bool = False) -> Plan:
-    """Return the plan with GPUs assigned to its roles. `dry`: with the GPUs that the environment lets it assume
-    (`usable_gpus`). Raises RecipeError if the run needs more than twice the available memory, or if `seats_of` refuses
-    the GPUs."""
+    """Return the plan with GPUs assigned to its roles and its warm start. `dry`: as for `usable_gpus`.
+
+    Raises:
+        RecipeError: torch cannot use the GPUs (`usable_gpus`), the roles do not fit on them (`seats_of`), or, with the
+            application installed, the run needs more than twice the available memory.
+    """
     there = usable_gpus(plan.recipe, dry=dry)
     plan = replace(plan, seats=seats_of(plan, there), warm_seat=seat_of_warm_start(plan, there))
     advice("estimates:check_memory", plan)
@@ -155,7 +163,8 @@ def fitting(plan: Plan, *, dry: bool = False) -> Plan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A checked run that is ready to train: its plan, the locked run folder, and the starting point."""
+    """A checked run that is ready to train: its plan, the locked run folder, and the starting point. Made by `prepare`.
+    `train` unlocks the folder; a caller that does not train calls `folder.release`."""
 
     plan: Plan
     folder: RunFolder
@@ -170,8 +179,8 @@ class Prepared:
         return self.plan.recipe.trainer.steps
 
     def recall(self, step: Callable[[StepMetrics], None], evaluated: Callable[[EvaluationLine], None]) -> None:
-        """Call `step` and `evaluated` with the recorded measurements of a resumed run, without those of steps that will
-        be repeated.
+        """Call `step` with each recorded training step of a resumed run, then `evaluated` with each evaluation, without
+        those of steps that will be repeated.
 
         Raises:
             StoreError: a line of the metrics cannot be read.
@@ -189,7 +198,12 @@ class Prepared:
 
     def train(self, reporter: Reporter, spawner: Spawner = FRESH) -> int:
         """Train; returns the exit code: 0, or 128 + the signal that stopped the run. At the end the folder is unlocked,
-        and the ending is in the ledger. A run without anything left to do says so, and nothing is started or written.
+        and the ending is in the ledger. A run without anything left to do says so, nothing is started or written, and 0
+        is returned.
+
+        Args:
+            reporter: gets log lines and measurements, to show them.
+            spawner: starts the processes of the roles.
 
         Raises:
             StrettoError: the run failed; it can be resumed from its last checkpoint.
@@ -242,6 +256,8 @@ def _destinations(config: OutletsConfig, folder: Path) -> list[str]:
 
 
 def _new(path: Path, plan: Plan) -> RunFolder:
+    """Create and lock the folder of a new run, and record in it what a resumed run is compared with. Raises
+    RunFolderError if the folder holds another run or other files, is in use, or cannot be written."""
     folder = RunFolder.create(path)
     folder.write("recipe.toml", to_toml(plan.recipe))
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:  # from now on the run can be resumed
@@ -269,9 +285,11 @@ def _fingerprints(plan: Plan) -> tuple[str, str]:
 
 
 def _check_moved(folder: RunFolder, before: Recipe, plan: Plan, ledger: Ledger) -> tuple[str, ...]:
-    """Return the keys of paths that a resume may change because the contents are compared: of the model in this
-    function, of the data by the digest of the questions, of modules by `changed_sources`. Raises RunFolderError for
-    another model."""
+    """Check that a model at another path is the same one, and return the keys of paths that a resume may change.
+
+    Their contents are compared instead: of the model here, of the data by `_check_questions`, of modules by
+    `changed_sources`. `before`: the recorded recipe. Raises RunFolderError for another model.
+    """
     known = ledger.get(_MODEL, str)
     moved = before.model.path != plan.recipe.model.path
     if moved and known is not None and known != _model_fingerprint(plan):
@@ -314,6 +332,13 @@ def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
 
 
 def _where_it_ended(folder: RunFolder, plan: Plan, ledger: Ledger) -> StartState:
+    """Return the starting point of a resumed run.
+
+    Raises:
+        RunFolderError: settings, model or questions have changed that may not change; the checkpoint is of another
+            model; or more steps are done than asked for.
+        StoreError: the ledger, a line of the metrics, or every checkpoint is damaged.
+    """
     recipe, before = plan.recipe, recorded_recipe(folder, ledger.get(RECIPE, str))
     changed = changed_sources(ledger, recipe)
     moved = _check_moved(folder, before, plan, ledger)
@@ -336,8 +361,8 @@ def _where_it_ended(folder: RunFolder, plan: Plan, ledger: Ledger) -> StartState
 
 
 def _end_of(folder: RunFolder, version: int) -> Ending | None:
-    """How the run has ended; None if it has not finished, or the last version is not evaluated. Raises StoreError for a
-    line of the metrics that cannot be read."""
+    """Return how the run has finished; None if it has not, or `version`, its last, is not evaluated. Raises StoreError
+    for a line of the metrics that cannot be read."""
     ending = read_ending(folder.ledger)
     if ending is None or ending.how != "finished" or not folder.metrics.exists():
         return None
@@ -347,7 +372,7 @@ def _end_of(folder: RunFolder, version: int) -> Ending | None:
 
 def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: StartState) -> None:
     """Raise RunFolderError if the steps to repeat after the last checkpoint would get other learning rates than before,
-    since `trainer.steps` was changed."""
+    since `trainer.steps` was changed. `before`, `after`: settings on record, and of the resume."""
     again = range(beginning.saved_step, beginning.version)  # versions before the repeated steps
     if all(learning_rate(before, at, before.steps) == learning_rate(after, at, after.steps) for at in again):
         return

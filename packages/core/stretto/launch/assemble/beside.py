@@ -38,7 +38,8 @@ _PACKAGES = ("stretto_app", "stretto_cluster")
 
 @dataclass(frozen=True)
 class MachineParts:
-    """Arguments for the `Machines` of a run. `report`: writes a log line."""
+    """Arguments for the `Machines` of a run. `report`: writes a log line and records it; `tenure`: identifies this
+    conductor among all conductors of the run."""
 
     plan: Plan
     folder: RunFolder
@@ -51,7 +52,11 @@ class MachineParts:
 
 class Machines:
     """Services of a run for other machines: the port at which they join, the weights that they receive, the ranks and
-    engines that they run. This class is for a run on one machine, without these services and `stretto scale`."""
+    engines that they run.
+
+    This class itself is for a run on one machine and offers none of them; a subclass in `stretto_app` does
+    (`machines_of`).
+    """
 
     ranks: StartRanks | None = None  # starts trainer ranks on other machines; None: there are no other machines
 
@@ -68,7 +73,8 @@ class Machines:
         self._parts.report(f"weights.medium is {medium.medium}: {medium.reason}")
 
     async def supervise(self) -> NoReturn:
-        """Replace services for other machines that die, until an error ends the run. Without services, wait forever.
+        """Replace services for other machines that die, until an error ends the run. This class has none, and waits
+        until it is cancelled.
 
         Raises:
             RoleDied: a service has used up its restart budget.
@@ -77,17 +83,17 @@ class Machines:
         raise AssertionError("nobody sets it")
 
     def drain_spans(self) -> list[Span]:
-        """Return the time spans of other machines since the last call."""
+        """Return the time spans of other machines since the last call; here none."""
         return []
 
     async def close(self, why: str, again: bool) -> None:
-        """Dismiss all machines and end the services. `why`: the reason that machines are given; `again`: the run may be
-        resumed, so machines may try to join it again."""
+        """Dismiss all machines and end the services; here nothing. `why`: the reason that machines are given; `again`:
+        the run may be resumed, so machines may try to join it again."""
 
 
 def machines_of(parts: MachineParts) -> Machines:
-    """Return the machines of a run. If `stretto_cluster` is installed, its gate also serves runs on this machine alone,
-    for `stretto scale`.
+    """Return the machines of a run, not yet opened. If `stretto_cluster` is installed, a run on this machine alone gets
+    its gate too, for `stretto scale`.
 
     Raises:
         RecipeError: the recipe needs other machines, and the package is missing or has another version.
@@ -109,10 +115,11 @@ class Conversations(Protocol):
     """Generates trajectories by a workflow or by agents (Protocol)."""
 
     async def __call__(self, ticket: Ticket, /) -> Sequence[Trajectory]:
-        """Generate and judge the group of a ticket."""
+        """Generate and judge the group of a ticket; returns its trajectories, failed ones included."""
 
     async def member(self, id: str, prompt: Prompt, member: int, seed: int) -> Trajectory:
-        """Generate and judge one trajectory of an evaluation, with this id and seed."""
+        """Generate and judge one trajectory of an evaluation, with this id and seed. `member`: its number among those
+        of the prompt, from 0."""
 
 
 class Conversing(Protocol):
@@ -129,7 +136,10 @@ class Conversing(Protocol):
 
     async def start(self) -> None: ...
     async def close(self) -> None: ...
-    def groups(self, open_session: Open, score: Score, verdict: Callable[[float], Verdict]) -> Conversations: ...
+    def groups(self, open_session: Open, score: Score, verdict: Callable[[float], Verdict]) -> Conversations:
+        """Return what generates trajectories, each in a session from `open_session`. `score`: judges completions by the
+        recipe's reward; `verdict`: converts a reward that a workflow gives itself."""
+        ...
 
 
 def workflow_pool(
@@ -142,6 +152,9 @@ def workflow_pool(
         log: log file of the worker processes.
         say: writes a log line.
         folder: run folder; None: an evaluation without a run.
+
+    Raises:
+        RecipeError: the package for workflows or for agents is missing or has another version.
     """
     config = plan.recipe.workflow
     if config is None:
@@ -168,7 +181,8 @@ def workflow_groups(
     Args:
         pool: worker processes or gateway, from `workflow_pool`.
         in_flight: generates the turns of the sessions.
-        unfinished: groups whose sessions continue from their record.
+        ledger: records the sessions.
+        unfinished: groups of an earlier process of the run, whose sessions continue from their record.
         score: judges completions.
     """
     opened = from_package(f"{_SESSIONS}:sessions_of_run", PLACE)(in_flight, ledger, unfinished)
@@ -197,5 +211,6 @@ def conversing(
 
 
 def _verdict_of(plan: Plan) -> Callable[[float], Verdict]:
+    """Return the function that converts a workflow's own reward to a verdict, by the recipe's `right` and `wrong`."""
     worth = Worth(right=plan.recipe.rewards.right, wrong=plan.recipe.rewards.wrong)
     return lambda value: verdict_of(value, worth)

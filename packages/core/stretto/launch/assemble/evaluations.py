@@ -44,10 +44,12 @@ def _tagged(prompt: str, completion: str) -> str | None:
 
 
 def _plain(text: str) -> str | None:
+    """Return the text with single spaces; None if it is blank."""
     return " ".join(text.split()) or None
 
 
-#: By name of the reward: function from (prompt, completion) to the final answer, or None. Other rewards have no maj@n.
+#: By name of the reward: function from (prompt, completion) to the final answer, or None if there is none. Rewards
+#: that are not listed have no maj@n.
 FINAL_ANSWERS: Mapping[str, Callable[[str, str], str | None]] = {
     "exact_match": _whole,
     "final_answer": _behind_the_last_sign,
@@ -59,7 +61,7 @@ FINAL_ANSWERS: Mapping[str, Callable[[str, str], str | None]] = {
 
 def with_samples(evaluator: Evaluator, plan: Plan) -> Evaluator:
     """Return the evaluator with the recipe's number of completions per prompt, and with the reward's function for final
-    answers."""
+    answers (None for a reward that is not in `FINAL_ANSWERS`: no maj@n)."""
     chosen = plan.recipe.evaluation
     return replace(evaluator, samples=chosen.samples, final_answer=FINAL_ANSWERS.get(plan.recipe.rewards.deciding))
 
@@ -67,7 +69,8 @@ def with_samples(evaluator: Evaluator, plan: Plan) -> Evaluator:
 def evaluations(
     plan: Plan, folder: RunFolder, held_out: Evaluator, recorder: Recorder, say: Callable[[str], None]
 ) -> Evaluations:
-    """Return all evaluations of a run. `held_out`: evaluator of the held-out questions; `say`: writes a log line."""
+    """Return all evaluations of a run: of the held-out questions, then of each further set, with the choice of the best
+    policy if the recipe asks for it. `held_out`: evaluator of the held-out questions; `say`: writes a log line."""
     config = plan.recipe.evaluation
     held_out = with_samples(held_out, plan)
     sets = [(one, replace(held_out, prompts=prompts, samples=one.samples, name=one.name)) for one, prompts in plan.sets]
@@ -103,13 +106,15 @@ def evaluations(
 
 
 def _like(evaluator: Evaluator, recorder: Recorder) -> list[EvaluationLine]:
-    """The evaluations on record of what the evaluator asks: a resumed run may ask something else than before."""
+    """List the recorded evaluations of the same number of prompts and samples, and the same questions, as those of the
+    evaluator; a resumed run may evaluate something else than before."""
     prompts, samples = len(evaluator.prompts), len(evaluator.prompts) * evaluator.samples
     lines = recorder.on_record.get(evaluator.name, ())
     return [line for line in lines if line.is_like(prompts, samples, evaluator.asked)]
 
 
 def _best(plan: Plan, folder: RunFolder, earlier: Sequence[EvaluationLine], say: Callable[[str], None]) -> BestPolicy:
+    """Return what keeps the best policy and ends the run early. `earlier`: recorded evaluations that it counts."""
     config = plan.recipe.evaluation
     return BestPolicy(
         folder,

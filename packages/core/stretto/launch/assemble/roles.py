@@ -48,7 +48,7 @@ _LAST_POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Roles:
-    """All roles of a running run."""
+    """All roles of a running run, as `running_roles` starts them."""
 
     engines: EnginePool
     trainer: TrainerLink
@@ -57,8 +57,9 @@ class Roles:
     workflows: Conversing | None = None  # None: single turns
 
     async def poll(self, patience: float | None = None) -> list[Span]:
-        """Fetch the time spans of all roles since the last poll, and update the engines' counters in `work`. An engine
-        that does not reply within `patience` seconds (None: `deadlines.answer`) keeps its last counters."""
+        """Fetch the time spans of all roles since the last poll, and update the engines' counters, from which `work`,
+        `progress` and `resident` are computed. An engine that does not reply within `patience` seconds (None:
+        `deadlines.answer`) keeps its last counters."""
         of_engines = await self.engines.poll(patience)
         return [
             *of_engines,
@@ -68,8 +69,8 @@ class Roles:
         ]
 
     async def poll_unless(self, stop: StopSignal) -> list[Span]:
-        """Fetch the time spans of all roles, as `poll` does. Once a stop is requested, an engine that does not reply
-        within a second keeps its last counters."""
+        """Fetch the time spans of all roles, as `poll` does, but wait at most another second for an engine once a stop
+        is requested."""
         spans = None if stop.requested else await stop.unless(self.poll())
         return await self.poll(_LAST_POLL_SECONDS) if spans is None else spans
 
@@ -93,7 +94,7 @@ class Roles:
         return work.generated, work.recomputed, self.engines.busy(), *roles
 
     def work(self) -> Work:
-        """Return the work of all roles so far; for engines, as of the last poll."""
+        """Return the tokens and busy seconds of all roles so far; for engines, as of the last poll."""
         busy = self.engines.busy() | {
             "trainer": self.trainer.busy_seconds,
             "rewards": self.rewards.busy_seconds / self.rewards.workers,
@@ -119,8 +120,8 @@ class Roles:
 
 
 def kept_proving(ledger: Ledger, version: int) -> Proving:
-    """Return the canary checks of a run, restored from its ledger. From now on the ledger stores their record at each
-    flush. `version`: version at the start; without a record, checks begin there."""
+    """Return the canary checks of a run, restored from its ledger, which stores their record at each flush from now on.
+    `version`: version at which this process of the run starts; a run without a record is checked from there on."""
     proving = Proving()
     proving.restore(ledger.get(CANARY, CanaryRecord) or CanaryRecord(since=version))
     ledger.watch(CANARY, lambda: proving.record)
@@ -143,12 +144,15 @@ async def running_roles(
     """Context manager: start every role, and end all of them after the block: then no process, socket or shared memory
     is left.
 
-    If a stop is requested while the roles start, the block begins at once.
+    If a stop is requested while the roles start, the block begins at once, with roles that may not run: the caller
+    looks at `stop.requested`.
 
     Args:
-        version: current version of the run; the trainer reaches it from the checkpoint of step `saved_step`.
+        version: current version of the run; the trainer reaches it from the checkpoint of step `saved_step` (0: from
+            version 0 of the policy).
         tenure: identifies this conductor among all conductors of the run.
         report: gets log lines: replaced roles, facts of a reward, roles that failed while they were ended.
+        spawner: starts the processes.
         proving: the canary checks.
 
     Raises:
@@ -199,8 +203,8 @@ async def running_roles(
 
 @contextmanager
 def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoints]:
-    """Context manager: the endpoints of a run that begins at `version`. The exit removes sockets and shared memory,
-    also after a second signal."""
+    """Context manager: the endpoints of a run whose present process begins at `version`. What a killed process of the
+    run left is removed first. The exit removes sockets and shared memory, also after a second signal."""
     mailbox = mailbox_name(folder)
     _sweep(folder, mailbox)
     remove_abandoned(SHARED)
@@ -218,6 +222,7 @@ def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoint
 
 
 def _forget_sockets(folder: RunFolder) -> None:
+    """Remove the note of the sockets' folder, unless another process has the run folder by now."""
     if folder.is_ours():
         (folder.path / _SOCKETS).unlink(missing_ok=True)
 
@@ -239,6 +244,8 @@ def locked_socket_folder() -> tuple[Path, int]:
 
 
 def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -> RewardPool:
+    """Return the reward workers of a run, not yet started. A change of their facts is reported and recorded."""
+
     def changed(sentence: str) -> None:
         report(sentence)
         try:
@@ -246,8 +253,8 @@ def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -
         except OSError as error:  # the run goes on without it
             report(f"not recorded: {described(error)}")
 
-    config, log, hung = plan.recipe.rewards, folder.role_log("rewards"), plan.recipe.deadlines.hung
-    rewards = RewardPool(config, log=log, on_change=changed, hung=hung, rows=plan.rows)
+    log, hung = folder.role_log("rewards"), plan.recipe.deadlines.hung
+    rewards = RewardPool(plan.recipe.rewards, log=log, on_change=changed, hung=hung, rows=plan.rows)
     return rewards
 
 
@@ -272,19 +279,20 @@ def _sweep(folder: RunFolder, mailbox: str) -> None:
 
 
 def mailbox_name(folder: RunFolder) -> str:
-    """Return the name of the run's shared memory, derived from the lock file of its folder. It is unique among running
-    runs, even if a folder is moved or copied."""
+    """Return the name of the run's shared memory, which is unique among running runs. It is derived from the inode of
+    the folder's lock file: it stays if the folder is moved, and a copy gets another."""
     return digest(identity(folder.path / lock.NAME))
 
 
 def record_facts(folder: RunFolder, facts: Mapping[str, str]) -> None:
-    """Write the facts of the reward, such as the level of its sandbox, to ``rewards.json``; no file without facts."""
+    """Write the facts that reward workers tell, such as the level of their sandbox, to ``rewards.json``. Does nothing
+    without facts."""
     if facts:
         folder.write("rewards.json", msgspec.json.format(msgspec.json.encode(facts)).decode() + "\n")
 
 
 async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None]) -> None:
-    """Await all coroutines, also if some fail; an error becomes a log line through `report`."""
+    """Await all coroutines at the same time, also if some fail; each error becomes a log line through `report`."""
     for end in await asyncio.gather(*ends, return_exceptions=True):
         if isinstance(end, BaseException):
             report(f"while the roles were ended: {end}")
@@ -309,5 +317,6 @@ async def _up(
 
 
 async def _in_turn(*starts: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Start one after the other."""
     for start in starts:
         await start()

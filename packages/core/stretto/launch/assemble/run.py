@@ -68,8 +68,8 @@ class StartState:
     early: str = ""  # why a run that is done has ended before its last step
 
     def sentences(self) -> list[str]:
-        """Log lines about the starting point: why nothing is left to do; or which checkpoints are broken, what has
-        changed, and where the run continues. Empty for a new run."""
+        """Return log lines about the starting point: why nothing is left to do; or which checkpoints are broken, which
+        sources have changed, and where the run continues. Empty for a new run."""
         if self.early:
             done = f"the run has ended early, after {self.version:,} steps: {self.early}"
             return [f"{done}; nothing is left to do; other settings of [evaluation] continue it"]
@@ -88,7 +88,8 @@ class StartState:
 
     @classmethod
     def of(cls, folder: RunFolder, keep: int) -> StartState:
-        """Find the starting point of a run to resume. `keep`: number of checkpoints that the run keeps.
+        """Find the starting point of a run to resume; `changed`, `done` and `early` are left to the caller. `keep`:
+        number of checkpoints that the run keeps.
 
         Raises:
             StoreError: the ledger, or every checkpoint, is damaged.
@@ -117,6 +118,7 @@ class RunContext:
 
 async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Reporter, spawner: Spawner) -> int:
     """Train from `start` to the recipe's last step; returns the exit code: 0, or 128 + the signal that stopped the run.
+    Evaluations may end the run before its last step, with 0. `spawner`: starts the processes of the roles.
 
     Raises:
         StrettoError: the run cannot continue. It can be resumed from its last checkpoint.
@@ -181,8 +183,8 @@ def _followed(context: RunContext) -> AbstractAsyncContextManager[None]:
 
 
 def _earlier(ledger: Ledger, unfinished: Sequence[UnfinishedGroup]) -> Totals:
-    """Read the totals of earlier processes of the run; empty totals if there are none. Tokens that are neither in the
-    ledger nor journaled count as stopped. `unfinished`: the run's groups in flight or buffered."""
+    """Read the totals of earlier processes of the run; empty totals if there are none. Generated tokens that are lost
+    count as stopped: neither the ledger nor `unfinished`, groups in flight or buffered, has them."""
     if (totals := ledger.get(TOTALS, Totals)) is None:
         return Totals(max_staleness=None)
     members = (member for group in unfinished for member in group.members.values())
@@ -191,6 +193,7 @@ def _earlier(ledger: Ledger, unfinished: Sequence[UnfinishedGroup]) -> Totals:
 
 
 def _roles_of(recipe: Recipe) -> str:
+    """Return the names and numbers of the run's roles, for a log line."""
     local = recipe.cluster.placer == "local"
     engines = f"{recipe.engine.count} engine(s)" if local else "engines on other machines"
     workflows = ""
@@ -200,6 +203,7 @@ def _roles_of(recipe: Recipe) -> str:
 
 
 def _keep_roster(context: RunContext, roles: Roles) -> None:
+    """Restore the roster of engines from the ledger, which stores it at each flush from now on."""
     ledger, roster = context.ledger, roles.engines.roster
     roster.restore(ledger.get(ENGINES, list[Membership]) or [], context.start.version)
     ledger.watch(ENGINES, roster.rows)
@@ -214,6 +218,8 @@ def _selection(context: RunContext) -> SelectionWatch:
 
 
 def _recorder(context: RunContext, roles: Roles, earlier: Totals, since: float, selection: SelectionWatch) -> Recorder:
+    """Return the recorder of the run. `earlier`: totals of earlier processes; `since`: start of this one, by
+    `time.monotonic`."""
     recipe = context.plan.recipe
     return Recorder(
         context.folder,
@@ -240,14 +246,14 @@ def _stopping(plan: Plan, folder: RunFolder) -> str:
 
 
 def _phase(recipe: Recipe, number: int) -> str:
-    """Title of phase `number` of three, for a log line. A run without a warm start has only phases 2 and 3, shown as 1
-    and 2."""
+    """Return the title of phase `number` (2 or 3; 1 is the warm start) for a log line. Without a warm start they are
+    phases 1 and 2 of 2."""
     return f"phase {number} of 3" if recipe.warm_start is not None else f"phase {number - 1} of 2"
 
 
 def _drop_what_came_later(context: RunContext) -> None:
-    """Remove policies of steps that are not recorded, and metric lines and held-out samples of steps that will be
-    repeated. Broken checkpoints are set aside; ``samples.jsonl`` stays as it is."""
+    """Remove from the run folder what is of later steps than the ledger has: policies, metric lines and held-out
+    samples. Checkpoints after `start.saved_step` are set aside; ``samples.jsonl`` stays as it is."""
     folder, start = context.folder, context.start
     for path in folder.policies.glob("v*"):
         if path > folder.policy(start.version):
@@ -264,6 +270,8 @@ async def _train(
     selection: SelectionWatch,
     unfinished: Sequence[UnfinishedGroup],
 ) -> None:
+    """Assemble the conductor, restored from the ledger, and let it train; the roles run. Records why evaluations ended
+    the run early, if they did."""
     recipe, ledger = context.plan.recipe, context.ledger
     state = ledger.get(CONTROLLER, ControllerState) or ControllerState()
     controller = Controller(
@@ -315,6 +323,7 @@ async def _train(
 
 
 def _prompts(plan: Plan, position: Position) -> PromptStream:
+    """Return the stream of training prompts from `position`, by the task's curriculum if it has one."""
     task = plan.recipe.task
     chosen = task.curriculum if isinstance(task, DatasetTask) else None
     rests = (lambda rate: not chosen.hard < rate < chosen.easy) if chosen is not None else (lambda rate: False)
@@ -324,8 +333,8 @@ def _prompts(plan: Plan, position: Position) -> PromptStream:
 def _generation(
     context: RunContext, roles: Roles, controller: Controller, restored: Mapping[str, GroupInFlight]
 ) -> tuple[InFlight, GroupWorkflow]:
-    """Return the generator of completions, and the workflow of single turns that uses it; in rounds if the recipe has
-    rounds. `restored`: progress of groups in flight, by group id."""
+    """Return what sends requests to the engines, and the workflow of single turns that uses it; in rounds if the recipe
+    has rounds. `restored`: tokens of groups in flight, by group id; in rounds they are not used."""
     plan = context.plan
     in_flight = InFlight(roles.engines, context.ledger, restored)
     rounds: Rounds | None = None
@@ -341,8 +350,8 @@ def _generation(
 def _conversations(
     context: RunContext, roles: Roles, pool: Conversing, unfinished: Sequence[UnfinishedGroup]
 ) -> tuple[InFlight, GroupWorkflow]:
-    """Return the generator of completions, and the recipe's workflow on sessions that use it. `unfinished`: groups
-    whose sessions continue from their record."""
+    """Return what sends requests to the engines, and the recipe's workflow on sessions that use it. `unfinished`:
+    groups whose sessions continue from their record."""
     in_flight = InFlight(roles.engines, context.ledger)
     score = roles.rewards.score_group
     return in_flight, workflow_groups(context.plan, pool, in_flight, context.ledger, unfinished, score)
@@ -384,8 +393,8 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
 
 
 def _record_again(context: RunContext, updates: Sequence[Update], controller: Controller, recorder: Recorder) -> None:
-    """Record repeated steps that are not on record yet: the earlier process ended between the batch and its update. The
-    batch has been counted as judged, in the transaction that committed it."""
+    """Record those of the repeated steps `updates` that are not on record yet: the earlier process ended between the
+    batch and its update. The batch has been counted as judged, in the transaction that committed it."""
     recorded = context.ledger.last_update()
     for update in (update for update in updates if update.step > recorded):
         (batch,) = read_batches(context.folder.ledger, update.step - 1, update.step)
@@ -395,8 +404,9 @@ def _record_again(context: RunContext, updates: Sequence[Update], controller: Co
 
 
 async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> None:
-    """Measure the initial accuracy, if it is not on record, train, save checkpoint and policy, and measure the final
-    accuracy. After a requested stop no accuracy is measured, and only a trainer that is ready saves its state."""
+    """Measure the initial accuracy, train, save checkpoint and policy, and measure the final accuracy. A resumed run
+    measures no initial accuracy that is on record or of a version that is gone. After a requested stop none is
+    measured, and only a trainer that is ready saves its state."""
     recipe, stop, say = context.plan.recipe, context.stop, context.reporter.say
     controller, recorder = conductor.controller, conductor.recorder
     checkpointing, evaluation = conductor.checkpointing, conductor.evaluation
@@ -429,5 +439,6 @@ async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> N
 
 
 async def _evaluate_last(roles: Roles, evaluation: Evaluations, version: int) -> None:
+    """Make all engines load the version, and evaluate it."""
     await roles.engines.reach(version)
     await evaluation.evaluate(version)

@@ -23,28 +23,28 @@ CONTROL, WEIGHTS_KEY = "control.sock", "weights.key"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Resources that roles share. `mailbox`: name of the shared memory with published weights; `kernels`: file with the
-    chosen matmul kernels; `seats`: assignment of roles to GPUs."""
+    """Resources that roles of one run on this machine share."""
 
-    mailbox: str
-    mailbox_folder: Path
-    sockets: Path
-    kernels: Path | None = None  # None: the choices are not recorded
-    seats: tuple[Seat, ...] = ()
+    mailbox: str  # name of the shared memory with published weights
+    mailbox_folder: Path  # where the shared memory is
+    sockets: Path  # folder of the roles' Unix sockets
+    kernels: Path | None = None  # file with the chosen matmul kernels; None: the choices are not recorded
+    seats: tuple[Seat, ...] = ()  # assignment of roles to GPUs; empty: all run on the CPU
 
 
 def engine_specs(recipe: Recipe, model: Path, endpoints: Endpoints, *, published: bool = True) -> list[EngineSpec]:
-    """Return the specs of the engines that the run itself starts. `published`: a trainer publishes weights; False: the
-    engines serve the model folder."""
+    """Return the specs of the engines that the run itself starts. `model`: folder of version 0; `published`: a trainer
+    publishes weights; False: the engines serve the model folder."""
     return [engine_spec(recipe, model, endpoints, number, published) for number in range(recipe.local_engines)]
 
 
 def engine_spec(
     recipe: Recipe, model: Path, endpoints: Endpoints, number: int, published: bool, seat_number: int | None = None
 ) -> EngineSpec:
-    """Return the spec of engine `number` on the run's own machine.
+    """Return the spec of engine `number` (from 0) on the run's own machine.
 
     Args:
+        model: folder of version 0.
         published: a trainer publishes weights; False: the engine serves the model folder.
         seat_number: number of the engine whose GPUs it takes; None: `number`.
     """
@@ -77,14 +77,16 @@ def engine_spec(
 
 
 def _share(config: EngineConfig, seat: Seat | None) -> float:
-    """Share of its GPUs' memory that an engine may take; 1 on a CPU (`seat` None). A server does not start if less is
-    free."""
+    """Return the share of its GPUs' memory that an engine may take, between 0 and 1; 1 on a CPU (`seat` None). For a
+    server, which does not start if less is free, it is at most what is free."""
     if seat is None:
         return 1.0
     return seat.share if config.kind == "native" else seat.room
 
 
 def _evidence(recipe: Recipe) -> Evidence:
+    """Return which tokens' recorded log-probabilities judge an engine: not all if it keeps its KV cache over updates,
+    since the trainer cannot compute the same ones."""
     if recipe.engine.on_update == "recompute":
         return "all"
     return "uninterrupted" if recipe.engine.kind == "native" else "none"
@@ -118,6 +120,7 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) ->
 
 
 def _rank_host(recipe: Recipe) -> str:
+    """Return the address of this machine for ranks on others: that of `cluster.listen`, or the machine's own."""
     host = recipe.cluster.listen.rpartition(":")[0]
     return own_address() if host in ("", "0.0.0.0", "[::]") else host
 
@@ -134,9 +137,9 @@ def own_address() -> str:
 
 
 def _published(recipe: Recipe) -> str | None:
-    """Return the dtype to which all engines round the weights when they load them; the trainer may then round before it
-    publishes. None if engines do not round, if adapters are published (they are rounded after merging), or if servers
-    at given addresses decide by their own flags."""
+    """Return the dtype to which all engines round the weights when they load them; the trainer may then publish rounded
+    weights. None: it may not, since engines do not round, since adapters are published (they are rounded after
+    merging), or since servers at given addresses decide by their own flags."""
     engine = recipe.engine
     if engine.dtype == "float32" or recipe.trainer.lora is not None or engine.addresses:
         return None

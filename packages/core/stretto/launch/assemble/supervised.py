@@ -34,7 +34,7 @@ from stretto.trainer.messages import (
 
 _LESS = "a smaller micro_batch_tokens of its section, or activation_checkpointing = true there, needs less"
 
-OnLearning = Callable[[SupervisedProgress], None]
+OnLearning = Callable[[SupervisedProgress], None]  #: called with the progress of the training
 
 
 async def train_in_process(
@@ -59,13 +59,16 @@ async def train_in_process(
     Args:
         role: name of the process, for messages.
         model: model folder to begin with.
-        examples: demonstrations or preferences, as token ids.
+        examples: demonstrations or preferences, as token ids. While the process runs, a hidden file beside `folder` has
+            them.
+        config: settings: a `SupervisedConfig` for demonstrations, a `PreferenceConfig` for preferences.
         folder: gets the trained policy; it appears once the policy is complete.
         log: log file of the process.
         seed: decides the order of the examples.
-        seconds: deadline for the whole training.
+        seconds: deadline for the whole training; a process that replaces another has as long again.
         hung: seconds without a heartbeat after which the process is killed.
-        on_learning: called with the progress.
+        on_learning: called with each message of progress.
+        spawner: starts the process.
         say: gets a log line if the process is replaced.
         seat: GPU of the process; None: the CPU.
 
@@ -73,6 +76,7 @@ async def train_in_process(
         RoleDied: the process was killed twice, or ended by itself without a result.
         RoleFailed: the process reports an error.
         DeadlineExceeded: the training took more than `seconds`.
+        OSError: the file of the examples cannot be written.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     shown = folder.with_name(f".{folder.name}.{os.getpid()}.examples")
@@ -110,6 +114,8 @@ async def train_in_process(
 async def _follow(
     channel: ConductorEnd[FromSupervised], process: RoleProcess, seconds: float, on_learning: OnLearning
 ) -> None:
+    """Call `on_learning` with the messages of progress, until the process says that it is done. Raises RoleDied,
+    RoleFailed or DeadlineExceeded, as `train_in_process` does."""
     awaited = "to train on the examples"
     async with deadline("conductor", f"{channel.role} {awaited}", seconds):
         while True:
@@ -134,12 +140,18 @@ async def warm_start(
     spawner: Spawner = FRESH,
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
-    """Return the folder of version 0 of the policy: the result of the warm start, from the cache or trained now; `say`
-    gets a sentence about which. If the recipe has no warm start, it is the base model.
+    """Return the folder of the policy with which a run starts: the result of the warm start, from the cache or trained
+    now. If the recipe has no warm start, it is that of the base model.
+
+    Args:
+        log: log file of the process that trains.
+        on_learning: called with each message of its progress.
+        spawner: starts the process.
+        say: gets a log line: cached or trained now; and one if the process is replaced.
 
     Raises:
         RecipeError: the cache cannot be written.
-        RoleDied, DeadlineExceeded, RoleFailed: as for `train_in_process`.
+        RoleDied, RoleFailed, DeadlineExceeded: as for `fine_tune_to`.
     """
     if plan.recipe.warm_start is None:
         return plan.base.path
@@ -156,7 +168,7 @@ async def warm_start(
 
 def warm_start_key(plan: Plan) -> str:
     """Compute a digest of everything that determines the result of the warm start: base model, demonstrations,
-    settings, seed, and version of stretto. It names the folder in the cache."""
+    settings, seed, and version of stretto. It names the folder in the cache. The recipe must have a warm start."""
     recipe = plan.recipe
     assert recipe.warm_start is not None
     weights = xxhash.xxh3_128()
@@ -175,13 +187,11 @@ async def fine_tune_to(
     spawner: Spawner,
     say: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Train the base model of the plan on its demonstrations; `folder` appears once the policy in it is complete.
-    `log`: log file of its process. `on_learning` is called with the progress, and `say` gets a log line if the process
-    is replaced.
+    """Train the base model of the plan on its demonstrations, by the section ``[warm_start]``, which the recipe must
+    have. `folder` appears once the policy in it is complete. Other arguments are those of `train_in_process`.
 
     Raises:
-        RoleDied: the process was killed twice, or ended by itself without a result.
-        RoleFailed: the process reports an error.
+        RoleDied, RoleFailed: as for `train_in_process`.
         DeadlineExceeded: the training took longer than `deadlines.warm_start`.
     """
     recipe = plan.recipe
@@ -205,7 +215,7 @@ async def fine_tune_to(
 
 def copy_policy(source: Path, target: Path, copied: Callable[[Path], None] = lambda part: None) -> None:
     """Copy a policy folder to `target`, which must not exist, completely or not at all. `copied`: called with the
-    finished copy before it is renamed to `target`."""
+    folder of the finished copy, before it is renamed to `target`; if it raises, there is no `target`."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)

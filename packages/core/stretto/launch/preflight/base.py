@@ -13,8 +13,13 @@ from stretto.model.hf.build import build_policy
 
 
 def base_folder(model: ModelConfig, seed: int) -> Path:
-    """Return the folder of the base model. A model from ``[model.build]`` is built from `seed` at the first call and
-    cached."""
+    """Return the folder of the base model: `model.path`, which is not checked, or a new model from ``[model.build]``.
+
+    A new model is built in the cache, with weights drawn from `seed`, unless an earlier call has built it.
+
+    Raises:
+        RecipeError: a model must be built, and the cache cannot be written.
+    """
     if model.path is not None:
         return Path(model.path)
     assert model.build is not None, "validated: either a path or a build"

@@ -70,7 +70,7 @@ def longest_prompt_allowed(recipe: Recipe, base: ModelFolder) -> int:
 
 
 def given_to_servers(config: EngineConfig) -> list[str]:
-    """Names of the given keys that only servers such as vLLM have."""
+    """List the keys that are given in ``[engine]`` and that only servers such as vLLM have; empty if none is."""
     return [key for key in ("python", "arguments", "addresses") if getattr(config, key)]
 
 
@@ -88,7 +88,7 @@ def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
 
 
 def check_of_servers(name: str, recipe: Recipe, *arguments: object) -> None:
-    """Call the check `name` of `stretto_servers.keys`; does nothing for native engines.
+    """Call the check `name` of `stretto_servers.keys` with the recipe and `arguments`; do nothing for native engines.
 
     Raises:
         RecipeError: the check fails, or the package is missing.
@@ -98,7 +98,7 @@ def check_of_servers(name: str, recipe: Recipe, *arguments: object) -> None:
 
 
 def check_top_k(recipe: Recipe, base: ModelFolder) -> None:
-    """Check that ``sampling.top_k`` is at most the number of tokens in the vocabulary; raises ModelFolderError."""
+    """Raise ModelFolderError if ``sampling.top_k`` is more than the number of tokens in the model's vocabulary."""
     if recipe.sampling.top_k > base.vocab_size:
         found = f"sampling.top_k = {recipe.sampling.top_k}, and the model's vocabulary has {base.vocab_size} tokens"
         raise ModelFolderError([Problem(str(base.path), found, "choose fewer, or 0 for all")])
@@ -127,6 +127,7 @@ def check_reward_function(config: RewardsConfig) -> None:
 
     Raises:
         RewardFunctionError: a reward cannot be loaded.
+        RoleError: the process cannot be started, for lack of memory or file descriptors.
     """
     if all(part.function in BUILT_IN and not BUILT_IN[part.function].configured for part in config.parts):
         return
@@ -157,7 +158,8 @@ def check_reward_addresses(config: RewardsConfig) -> None:
 
 
 def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
-    """Check the sources that rewards name against those of the questions.
+    """Check the sources that rewards name against `sources`, the names of the questions' sources ("": of questions from
+    a source without a name).
 
     Raises:
         RewardFunctionError: a reward names an unknown source, or a source has no reward.
@@ -211,10 +213,10 @@ def check_ports(recipe: Recipe) -> None:
 
 
 def check_logging(config: OutletsConfig) -> None:
-    """Check the tools of ``[logging]``.
+    """Check that the built-in tools of ``[logging]`` are installed; user-defined ones are not tried here.
 
     Raises:
-        RecipeError: a tool is not installed, or the port for Prometheus is in use.
+        RecipeError: a tool or `stretto_report` is not installed, or the port for Prometheus is in use.
     """
     if config.tools:
         check_packages(OUTLETS.key, "stretto_report")
@@ -233,8 +235,8 @@ def check_logging(config: OutletsConfig) -> None:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be imported. A folder of its name without code, such as the ``wandb/`` that W&B writes,
-    does not count."""
+    """Whether a top-level package is installed; it is not imported. A folder of its name without code, such as the
+    ``wandb/`` that W&B writes, does not count."""
     found = importlib.util.find_spec(package)
     return found is not None and found.origin is not None
 
@@ -277,11 +279,11 @@ def check_in_flight(config: RolloutConfig) -> None:
 
 
 def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None]) -> None:
-    """Check that torch can use a GPU if a section has ``device = "cuda"``. `sections`: by name; None: not in the
-    recipe.
+    """Check that torch can use a GPU if a section has ``device = "cuda"``; else do nothing. `sections`: by name, for
+    messages; None: not in the recipe.
 
     Raises:
-        RecipeError: torch cannot use a GPU.
+        RecipeError: torch cannot use a GPU; names each section that asks for one.
     """
     wanted = [name for name, section in sections.items() if section is not None and section.device == "cuda"]
     if wanted and not torch.cuda.is_available():
@@ -314,7 +316,7 @@ def is_free(port: int) -> bool:
 
 
 def medium_of(recipe: Recipe) -> ChosenMedium:
-    """Choose how weights reach the engines of a run; returns the medium with the reason.
+    """Choose how weights get from the trainer to the engines of a run; returns the medium with the reason.
 
     Raises:
         RecipeError: the recipe asks for a medium that cannot reach its engines (`weights.config.choose`).
@@ -324,11 +326,12 @@ def medium_of(recipe: Recipe) -> ChosenMedium:
 
 
 def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
-    """Check ranks and adapters of the trainer. `gpus`: number of GPUs of this machine; 0: do not compare.
+    """Check ranks and adapters of the trainer. `model`: its folder; `gpus`: number of GPUs of this machine, 0: do not
+    compare.
 
     Raises:
-        RecipeError: there are more ranks than GPUs, the ranks cannot divide the model, or adapters name layers that the
-            model does not have.
+        RecipeError: there are more ranks than GPUs, the ranks cannot divide the model, adapters name layers that the
+            model does not have, or several ranks need `stretto_cluster`, which is not installed.
     """
     if config.ranks > 1:
         check_packages("trainer.ranks", "stretto_cluster")
@@ -348,8 +351,8 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
 
 
 def check_dividable(config: TrainerConfig, model: Path, key: str = "") -> None:
-    """Check that the ranks can divide the matrices and heads of a model; does nothing if the recipe divides neither.
-    `key`: recipe key that names its folder, for messages; "" for the policy.
+    """Check that the ranks can divide the matrices and heads of the model in the folder `model`. Does nothing without
+    tensor and context parallelism. `key`: recipe key that names the folder, for messages; "" for the policy.
 
     Raises:
         RecipeError: they cannot.
@@ -365,7 +368,8 @@ def check_dividable(config: TrainerConfig, model: Path, key: str = "") -> None:
 
 
 def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
-    """Yield a problem if there are more local ranks than GPUs. `there`: number of GPUs; 0: none known, no problem."""
+    """Yield one problem if there are more ranks on this machine than GPUs. `there`: number of GPUs; 0: none known, no
+    problem."""
     if config.device != "cpu" and 0 < there < config.local_ranks:
         here = f", {config.local_ranks} of them on this machine" if config.remote_ranks else ""
         found = f"{config.ranks}{here}, and the machine has {there} GPUs, one for each rank"
@@ -377,10 +381,11 @@ def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
 
 
 def check_checkpoint(folder: Path, config: TrainerConfig, model: Path) -> None:
-    """Check that a trainer of this model can resume from the checkpoint in `folder`.
+    """Check that a trainer of this model can resume from the checkpoint in `folder`, by names and shapes only. `model`:
+    folder of version 0 of the policy.
 
     Raises:
-        RunFolderError: the checkpoint belongs to another model, or to other adapters.
+        RunFolderError: the checkpoint is incomplete, or belongs to another model or to other adapters.
     """
     policy = skeleton(model)
     if config.lora is not None:

@@ -17,8 +17,8 @@ _GUEST = 4  # an engine that joins: its machine's wire, log, counters and tokens
 def descriptors_needed(
     *, engines: int = 1, ranks: int = 1, reward_workers: int = 1, groups: int = 1, agents: int = 0
 ) -> int:
-    """Return the most descriptors that the conductor may have open at once; no other process has more. `groups`: most
-    groups in flight."""
+    """Return the most file descriptors that the conductor will have open at once; no other process has more. Arguments
+    are numbers of processes; `groups`: most groups in flight; `agents`: most programs of agents at once."""
     roles = _ENGINE * engines + _RANK * ranks + _REWARD_WORKER * reward_workers
     return _CONDUCTOR + roles + _GROUP * groups + _AGENT * agents
 

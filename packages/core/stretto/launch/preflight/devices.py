@@ -38,7 +38,7 @@ _SMALLER = {
 
 
 def rank_of(plan: Outline) -> RankMemory:
-    """Estimate the memory of one rank."""
+    """Estimate the memory of one rank of the trainer, with the reference and the critic that the recipe asks for."""
     recipe = plan.recipe
     return rank_memory(
         shape_of_model(plan.base),
@@ -56,7 +56,8 @@ def reference_of(plan: Outline) -> ModelShape | None:
 
 
 def engine_parts(plan: Outline) -> dict[str, int]:
-    """Estimate the bytes of one engine by part: weights, KV cache and, for a native engine, its largest step.
+    """Estimate the bytes of one engine, on all its GPUs together, by part: "weights of the engine", "cache" (KV cache)
+    and, for a native engine, "step", its largest one.
 
     The KV cache is that of all slots at full length, at most `engine.cache_gib`; a server on GPUs takes all of
     `engine.cache_gib` at its start.
@@ -81,8 +82,11 @@ def engine_step(shape: ModelShape, config: EngineConfig) -> int:
 
 
 def needs_of(plan: Outline, *, ranks: bool = True) -> list[Need]:
-    """List the memory needs of the local ranks and engines that run on GPUs. The need of a rank includes the reference,
-    the critic and adapters. `ranks`: whether to include ranks."""
+    """List the memory needs of the local ranks and engines whose device is not "cpu", ranks first. The need of a rank
+    includes the reference, the critic and adapters; servers that run already (`engine.addresses`) have none.
+
+    `ranks`: False: engines only.
+    """
     recipe, needs = plan.recipe, list[Need]()
     if ranks and recipe.trainer.device != "cpu":
         told, several = rank_of(plan), recipe.trainer.ranks > 1
@@ -100,7 +104,8 @@ def needs_of(plan: Outline, *, ranks: bool = True) -> list[Need]:
 
 
 def seats_of(plan: Outline, there: Sequence[Gpu], *, ranks: bool = True) -> tuple[Seat, ...]:
-    """Assign the roles of a run to the GPUs `there`; empty if there are no GPUs. `ranks`: whether to assign ranks.
+    """Assign the roles of a run to the GPUs `there`; empty if there are no GPUs, or all roles run on the CPU. `ranks`:
+    False: engines only.
 
     Raises:
         RecipeError: there are fewer GPUs than ranks, or than an engine's tensor parallelism; ranks would be on GPUs
@@ -127,12 +132,14 @@ def seat_of_supervised(
     *,
     reference: ModelFolder | None = None,
 ) -> Seat | None:
-    """Return the seat of a process that trains on examples, on the GPU with the most free memory; None: the CPU. It
-    runs before all roles of a run, or without a run.
+    """Return the seat of a process that trains on examples, on the GPU with the most free memory. None: the CPU, by its
+    settings or since there is no GPU. The process runs before all roles of a run, or without a run.
 
     Args:
-        role: name of the process; with "_" for spaces, of its section in the recipe.
+        role: name of the process. The section of its settings has the same name, with "_" for spaces.
+        base: the model that it trains.
         longest: number of tokens of the longest example.
+        there: the GPUs that it may use.
         reference: a reference model that the process also holds.
 
     Raises:
@@ -165,7 +172,8 @@ def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
 
 
 def alone(need: Need, there: Sequence[Gpu]) -> Seat:
-    """Assign a need to the GPU with the most free memory. Raises RecipeError if it is more than 1.5 times that."""
+    """Assign a need to the one of the GPUs `there` with the most free memory. Raises RecipeError if it is more than 1.5
+    times that memory. There must be a GPU."""
     seats = place(there, [need])
     if problems := [problem for problem, factor in _overfull(seats) if factor > _HOPELESS]:
         raise RecipeError(problems)
@@ -173,6 +181,8 @@ def alone(need: Need, there: Sequence[Gpu]) -> Seat:
 
 
 def _too_many(recipe: Recipe, there: Sequence[Gpu], ranks: bool) -> Iterator[Problem]:
+    """Yield a problem if there are more ranks than GPUs (only if `ranks`), or an engine spans more GPUs than there
+    are."""
     if ranks:
         yield from too_many_ranks(recipe.trainer, len(there))
     if recipe.local_engines and not recipe.engine.addresses and recipe.engine.gpus > len(there):
@@ -181,6 +191,7 @@ def _too_many(recipe: Recipe, there: Sequence[Gpu], ranks: bool) -> Iterator[Pro
 
 
 def _differing(seats: Sequence[Seat]) -> Iterator[Problem]:
+    """Yield one problem if ranks are on GPUs that differ in name or memory."""
     kinds = {_kind(seat.gpus[0]): seat for seat in seats if seat.need.apart}
     if len(kinds) > 1:
         found = " and ".join(f"{seat.need.role} on GPU {seat.ids[0]}, {name}" for name, seat in kinds.items())
@@ -219,7 +230,8 @@ def notes_of(seats: Sequence[Seat]) -> Iterator[str]:
 
 
 def placed(plan: Outline, seats: Sequence[Seat]) -> tuple[str, ...]:
-    """Return lines for the log: each role on a GPU, and notes about them; empty if no role is on a GPU."""
+    """Return lines for the log: the GPU of the warm start, of each role, and notes about shared, full or slow GPUs;
+    empty if all run on the CPU."""
     first = (str(plan.warm_seat),) if isinstance(plan, Plan) and plan.warm_seat is not None else ()
     return (*first, *map(str, seats), *notes_of(seats), *_slow(plan.recipe, seats))
 
@@ -248,12 +260,12 @@ def seat_of_engine(seats: Sequence[Seat], number: int) -> Seat | None:
 
 
 def usable_gpus(recipe: Recipe, *, dry: bool = False) -> tuple[Gpu, ...]:
-    """Return the GPUs of this machine that torch can use. `dry`: return the GPUs that the environment variable
-    ``STRETTO_GPUS`` assumes, if it is set.
+    """Return the GPUs of this machine that torch can use; empty if there are none, or torch cannot use them and need
+    not. `dry`: return the GPUs that the environment variable ``STRETTO_GPUS`` assumes, if it is set.
 
     Raises:
-        RecipeError: torch is built for GPUs but cannot use this machine's, and roles may run on them; or collectives
-            are bound to a network interface that does not exist.
+        RecipeError: torch is built for GPUs but cannot use this machine's, and neither trainer nor engine is set to the
+            CPU; or collectives are bound to a network interface that does not exist.
     """
     if problems := list(missing_interfaces(recipe.trainer, os.environ, [name for _, name in socket.if_nameindex()])):
         raise RecipeError(problems)
@@ -290,7 +302,7 @@ def missing_interfaces(config: TrainerConfig, told: Mapping[str, str], there: Se
     which this machine does not have; none for a single rank.
 
     Args:
-        told: environment variables.
+        told: all environment variables; read are GLOO_SOCKET_IFNAME and, if ranks may use GPUs, NCCL_SOCKET_IFNAME.
         there: names of this machine's network interfaces.
     """
     if config.ranks == 1:

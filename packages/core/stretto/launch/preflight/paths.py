@@ -32,10 +32,10 @@ def check_paths(recipe: Recipe) -> None:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Check that a folder has a config.json; its contents are checked later.
+    """Check that a folder has a config.json. If it has, nothing else is checked here.
 
     Raises:
-        ModelFolderError: there is no folder, or no config.json in it; names everything else that is wrong too.
+        ModelFolderError: there is no folder, or no config.json in it; also names what else the folder lacks.
     """
     if not os.path.isfile(folder / "config.json"):
         inspect_model_folder(folder)
@@ -58,10 +58,10 @@ def data_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def check_data_files(named: Iterable[tuple[str, str]]) -> None:
-    """Check that files exist. `named`: pairs of (recipe key or option that names the file, path).
+    """Check that files or folders exist. `named`: pairs of (recipe key or option that names the file, path).
 
     Raises:
-        DataError: a file does not exist; suggests the nearest name of each.
+        DataError: some do not, or cannot be looked at; suggests the nearest name of each missing one.
     """
     problems = [
         Problem(name, f"{file}: {fault}", advice) for name, file in named for fault, advice in _fault(Path(file))
@@ -71,7 +71,7 @@ def check_data_files(named: Iterable[tuple[str, str]]) -> None:
 
 
 def _fault(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield why there is no such file, with advice, if there is none."""
+    """Yield (what is wrong, advice) once if the path does not exist or cannot be looked at; else nothing."""
     try:
         file.stat()
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -81,7 +81,8 @@ def _fault(file: Path) -> Iterator[tuple[str, str]]:
 
 
 def nearest_file(path: Path) -> str:
-    """Remedy for a missing file: the most similar name in its folder, or the first names of files there."""
+    """Return the remedy for a missing file: the most similar name of a file in its folder, else the first eight names
+    there, else that the folder has no files or does not exist."""
     try:
         names = sorted(
             entry.name for entry in path.parent.iterdir() if entry.is_file() and not entry.name.startswith(".")

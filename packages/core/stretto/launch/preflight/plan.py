@@ -64,11 +64,11 @@ class Outline:
     questions."""
 
     recipe: Recipe
-    base: ModelFolder
+    base: ModelFolder  # facts about the model before any training
     sampling: Sampling
     training: tuple[Prompt, ...]
-    held_out: tuple[Prompt, ...]
-    demonstrations: Sequence[object]
+    held_out: tuple[Prompt, ...]  # those that are evaluated
+    demonstrations: Sequence[object]  # for the warm start; empty: none is to be done
     notes: tuple[str, ...] = ()  # warnings about the data and the reward
     sources: tuple[PromptSource, ...] = ()  # sources of the training prompts, in the order of the prompts
     origins: tuple[tuple[str, str], ...] = ()  # (FILE:LINE, source) of each training prompt
@@ -79,16 +79,17 @@ class Outline:
 
     @property
     def longest_prompt(self) -> int:
+        """Number of tokens of the longest prompt: training, held out, and further sets."""
         return longest_of((*self.training, *self.held_out, *further(self.sets)))
 
     @property
     def longest_sequence(self) -> int:
-        """Most tokens of a trajectory (`longest_sequence`)."""
+        """Most tokens of a trajectory, prompt included (`longest_sequence`)."""
         return longest_sequence(self.recipe, self.base, self.longest_prompt)
 
 
 def further(sets: Iterable[tuple[EvaluationSet, Sequence[Prompt]]]) -> Iterator[Prompt]:
-    """The prompts of further sets of questions."""
+    """Iterate over the prompts of all of these sets of questions."""
     return (prompt for _, prompts in sets for prompt in prompts)
 
 
@@ -98,8 +99,8 @@ def longest_of(prompts: Iterable[Prompt]) -> int:
 
 
 def longest_sequence(recipe: Recipe, base: ModelFolder, longest_prompt: int) -> int:
-    """Most tokens of a trajectory. With a workflow it is all that fits into context and KV cache, since tokens are
-    added between turns."""
+    """Return the most tokens of a trajectory, prompt included. With a workflow it is all that fits into context and KV
+    cache, since tokens are added between turns; else it follows from `longest_prompt`, in tokens."""
     if recipe.workflow is None:
         return longest_prompt + recipe.sampling.max_tokens
     return longest_prompt_allowed(recipe, base) + recipe.sampling.max_tokens
@@ -132,8 +133,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
         dry: a dry run: user-defined outlets are tried too, and GPUs may be assumed.
 
     Raises:
-        RecipeError, ModelFolderError, DataError, RewardFunctionError: has every problem of recipe, model, data or
-            reward.
+        RecipeError, ModelFolderError, DataError, RewardFunctionError, WorkflowError: has every problem of recipe,
+            model, data, reward or workflow; its class is that of the first.
     """
     _check_descriptors(recipe)  # with too few, the other checks fail with misleading errors
     mistakes = Mistakes(UserError)
@@ -186,15 +187,18 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
 
 
 def advice(name: str, *arguments: object, **settings: object) -> list[str]:
-    """Return the warnings of a function of `stretto_app.extensions.preflight`, given as ``module:name``; none if the
-    application is not installed. The function may refuse the recipe with a UserError."""
+    """Call the function `name` (``module:function``) of `stretto_app.extensions.preflight` and return its warnings;
+    none if the application is not installed. The function may refuse the recipe with a UserError."""
     found: list[str] = of_application(f"extensions.preflight.{name}", lambda *_, **__: [])(*arguments, **settings)
     return found
 
 
 def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str], WorkflowReady]:
-    """Check the parts that the recipe names beside model and data, and add their mistakes to `mistakes` (`dry`: also
-    those of outlets); returns warnings, and the requirements of the workflow."""
+    """Check the parts that the recipe names beside model and data, and the machine. Mistakes are added to `mistakes`,
+    not raised. `dry`: also try user-defined outlets.
+
+    Returns warnings, and what the workflow needs of tokenizer and data; with mistakes, as far as known.
+    """
     told, needs = list[str](), WorkflowReady()
     with mistakes:
         told = advice("trial:try_parts", recipe, outlets=dry)
@@ -240,7 +244,8 @@ def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | N
 
 
 def _check_engines(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
-    """Check servers and Ray against the encoded prompts, training and held-out ones. Raises RecipeError."""
+    """Check that the servers take the longest trajectory and the prompts, and that Ray has room for the engines; does
+    nothing for native engines without Ray. `prompts`: all encoded prompts. Raises RecipeError."""
     check_of_servers("check_window", recipe, base, longest_sequence(recipe, base, longest_of(prompts)))
     check_of_servers("check_servers", recipe, base, tokenizer, [one.token_ids for one in prompts])
     check_ray(recipe)
@@ -248,7 +253,8 @@ def _check_engines(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prom
 
 def _reference(recipe: Recipe, tokenizer: Tokenizer) -> ModelFolder | None:
     """Return the checked facts of the model ``algorithm.reference.path``; None if the recipe names none. Raises
-    ModelFolderError, or RecipeError if the trainer's ranks cannot divide its matrices or heads."""
+    ModelFolderError if it cannot be loaded, is not supported or has another vocabulary than `tokenizer`, and
+    RecipeError if the trainer's ranks cannot divide its matrices or heads."""
     asked, key = recipe.algorithm.reference, "algorithm.reference.path"
     if asked is None or asked.path is None:
         return None
@@ -259,7 +265,7 @@ def _reference(recipe: Recipe, tokenizer: Tokenizer) -> ModelFolder | None:
 
 def _check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Raise RecipeError, WorkflowError or ModelFolderError if agents of the recipe cannot be started or cannot reach
-    the policy."""
+    the policy; do nothing for a recipe without agents."""
     if isinstance(recipe.workflow, AgentConfig):
         from_package("stretto_app.extensions.agents:check_agents", "workflow.kind", "stretto_gateway")(
             recipe, tokenizer
@@ -280,11 +286,11 @@ def _check_descriptors(recipe: Recipe) -> None:
 
 
 def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]]]:
-    """Read the questions of the task, and of each further set, each with an id of its own; check that each source has
-    a reward.
+    """Read the questions of the task, and of each further set in the recipe's order; check that each source has a
+    reward. In each of these parts, questions get an id of their own.
 
     Raises:
-        DataError: has the mistakes of all files.
+        DataError: a file is missing or has mistakes; has those of all files.
         RewardFunctionError: a reward names an unknown source, or a source has no reward.
     """
     check_data_files(data_files(recipe))
@@ -307,7 +313,9 @@ def encoded_within_limits(
     recipe: Recipe, questions: Questions, tokenizer: Tokenizer, longest: int
 ) -> tuple[Within, Within]:
     """Encode training and held-out prompts, with long prompts handled as the task says: refused, dropped or truncated.
-    `longest`: most tokens of a prompt; the task may allow fewer.
+    Of the held-out questions only the first `evaluation.prompts` are encoded.
+
+    `longest`: most tokens of a prompt; the task may allow fewer. Returns the training and the held-out questions.
 
     Raises:
         DataError: a prompt is empty, too long if the task refuses long ones, or has characters that the tokenizer does
@@ -331,9 +339,12 @@ def encoded_within_limits(
 def _sets(
     recipe: Recipe, read: Sequence[list[Question]], tokenizer: Tokenizer, longest: int
 ) -> tuple[tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...], list[Question]]:
-    """Encode the further sets of questions, `read` in the order of the recipe, to at most `longest` tokens each;
-    returns the sets with their prompts, and all of their questions. Questions with unreadable gold answers are left
-    out."""
+    """Encode the further sets of questions. Questions with unreadable gold answers are left out. `read`: the questions
+    of each set, in the order of the recipe; `longest`: most tokens of a prompt.
+
+    Returns the sets with their prompts, and all of their questions. Raises DataError for a prompt that cannot be
+    encoded or is too long, or a set without a readable gold answer.
+    """
     found: list[tuple[EvaluationSet, tuple[Prompt, ...]]] = []
     asked: list[Question] = []
     for one, questions in zip(recipe.evaluation.sets, read, strict=True):
@@ -344,8 +355,8 @@ def _sets(
 
 
 def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tuple[PromptSource, ...]:
-    """Count the questions by source. `weights`: sampling weights of sources by name. Raises DataError if a source with
-    a weight has no question left."""
+    """Return name, number of questions and sampling weight (None: not given) of each source. `weights`: the weights by
+    source. Raises DataError if a source with a weight has no question left."""
     counted = Counter(question.source for question in questions)
     if empty := [name for name in weights if not counted[name]]:
         found = f"no question of source {empty[0]!r} is left, which has a weight"
@@ -355,8 +366,8 @@ def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tup
 
 def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], Row]:
     """Collect the data of questions that rewards need, by (prompt, gold answer): further fields of the row for
-    user-defined rewards, and the source if rewards depend on it. Raises DataError if two equal keys have different
-    data."""
+    user-defined rewards, and the source if rewards depend on it. Questions without such data are left out. Raises
+    DataError if two questions with the same key have different data."""
     parts = recipe.rewards.parts
     own = any(part.function not in BUILT_IN for part in parts)
     by_source = any(part.sources for part in parts)
@@ -376,6 +387,7 @@ def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str]
 
 
 def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer) -> QuestionDetails:
+    """Collect the further fields and the chats of questions for a workflow; empty without a workflow."""
     if recipe.workflow is None:
         return QuestionDetails()
     chats = {
@@ -387,5 +399,5 @@ def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer
 
 
 def _plain(questions: Sequence[Question]) -> str | None:
-    """Return the place of the first prompt that is no chat; None if all are chats."""
+    """Return the place (FILE:LINE, or "[task]") of the first prompt that is no chat; None if all are chats."""
     return next((row.place or "[task]" for row in questions if not (row.messages or row.as_chat)), None)

@@ -48,14 +48,15 @@ class Sifted:
 
 
 def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _READING_SECONDS) -> Sifted:
-    """Leave out questions whose gold answers the reward cannot read. Only built-in rewards with a reader are checked.
+    """Leave out questions whose gold answers the reward cannot read. Only built-in rewards that parse gold answers
+    (`BUILT_IN`'s `gold`) are checked; with other rewards all questions are kept.
 
-    Reward workers read each gold answer once. A gold answer that takes longer than `reading_seconds` is an error: if
-    its question were left out, the result would depend on the machine's speed.
+    Reward workers, started for this, read each gold answer once. A gold answer that takes longer than `reading_seconds`
+    is an error: if its question were left out, the result would depend on the machine's speed.
 
     Raises:
         DataError: no gold answer of the training questions, or of the held-out ones, can be read; or one takes longer
-            than `reading_seconds`.
+            than `reading_seconds`, or ends the worker that reads it.
         RewardFunctionError: the workers do not start.
     """
     asked = (*questions.training, *questions.held_out)
@@ -86,12 +87,16 @@ def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _
 
 
 def _key(question: Question) -> tuple[str, str]:
+    """Return (source, gold answer): which rewards read it depends on the source."""
     return question.source, question.answer
 
 
 def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the reason for each gold answer that cannot be read within `seconds`, by gold answer: the reward's verdict
-    on it is undecided. Raises RewardFunctionError if the workers do not start."""
+    """Return why a gold answer cannot be read within `seconds`, by gold answer; readable ones are left out.
+
+    `config`: a reward whose function reads gold answers; its verdict on one that it cannot read is undecided. Raises
+    RewardFunctionError if the workers do not start.
+    """
     try:
         return asyncio.run(_unreadable(config, golds, seconds)) if golds else {}
     except RoleError as error:
@@ -99,8 +104,7 @@ def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dic
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the reason for each gold answer that cannot be read within `seconds`, by gold answer. Readable ones are
-    left out."""
+    """Return the same as `_reasons`; raises RoleError if the workers do not start."""
     workers = max(config.workers, min(cores(), len(golds) // _PORTION))
     patient = {
         "max_consecutive_undecided": len(golds) + 1,
@@ -123,7 +127,8 @@ _LAST = 64  # number of last tokens of a prompt that are searched for an opening
 
 
 def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest: int) -> tuple[Prompt, ...]:
-    """Encode the prompts of questions; chats are rendered by the chat template.
+    """Encode the prompts of questions, in their order; chats are rendered by the chat template. `longest`: most tokens
+    of a prompt.
 
     Raises:
         DataError: a prompt is empty, has more than `longest` tokens, or has characters that the tokenizer does not
@@ -151,8 +156,8 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
 
 @dataclass(frozen=True)
 class Within:
-    """Questions with their encoded prompts, none longer than a limit. `note`: a warning if prompts were left out or
-    truncated for it; else empty."""
+    """Questions and their encoded prompts, in the same order, none longer than a limit. `note`: a warning if prompts
+    were left out or truncated for the limit; else empty."""
 
     questions: tuple[Question, ...]
     prompts: tuple[Prompt, ...]
@@ -170,10 +175,11 @@ def encode_within(
 
     Args:
         long_prompts: "drop": leave out long prompts; "truncate": cut off their first tokens.
-        which: names the questions in the note: "held out".
+        which: words that name the questions in the note, such as "held out".
 
     Raises:
-        DataError: a prompt is empty, or has characters that the tokenizer does not know; or all prompts are dropped.
+        DataError: a prompt is empty, or has characters that the tokenizer does not know (names every such question);
+            or all prompts are dropped.
         ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     whole = encode_prompts(questions, tokenizer, sys.maxsize)
@@ -197,8 +203,8 @@ def encode_within(
 def encode_demonstrations(
     questions: Sequence[Question], tokenizer: Tokenizer, context: int
 ) -> tuple[Demonstration, ...]:
-    """Encode prompts with their demonstrations, to which the end-of-sequence token is added. Prompt and demonstration
-    may have at most `context` tokens together.
+    """Encode prompts with their demonstrations, to which the end-of-sequence token is added. A question without a
+    demonstration gets that token alone. Prompt and demonstration may have at most `context` tokens together.
 
     Raises:
         DataError: a prompt is empty, a question has more than `context` tokens, or has characters that the tokenizer
@@ -225,6 +231,7 @@ def encode_demonstrations(
 
 
 def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Encode one prompt: by the chat template if it is a chat, or may be shown as one and there is a template."""
     messages = question.messages or (question.as_chat if tokenizer.has_chat_template else ())
     if not messages:
         return tokenizer.encode(question.text)
@@ -237,7 +244,8 @@ def place_of(question: Question) -> str:
 
 
 def refuse(problems: Sequence[Problem]) -> None:
-    """Raise DataError if there are problems: with the first ones, and the number of the others."""
+    """Raise DataError if there are problems; else do nothing. The error has the first twenty different ones, and the
+    number of the others."""
     problems = list(dict.fromkeys(problems))  # one file may hold training and held-out questions
     if len(problems) > _SHOWN:
         more = Problem("the task", f"{len(problems) - _SHOWN} more questions like these")

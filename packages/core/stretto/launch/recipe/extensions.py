@@ -31,8 +31,9 @@ class GatewayConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class AgentConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Section ``[workflow]`` of a recipe with ``kind = "agent"``: any program that reaches the policy through the base
-    URL of its client. Without `command` and `function`, external services open the sessions over HTTP."""
+    """Section ``[workflow]`` of a recipe with ``kind = "agent"``: trajectories are made by any program that uses the
+    policy as a chat server, by the base URL of its client. Without `command` and `function`, external services open
+    the sessions over HTTP."""
 
     kind: Literal["agent"] = Field(description="programs that speak HTTP make the trajectories")
     command: Texts = Field((), description="a program and its arguments; started once for each trajectory")
@@ -134,6 +135,8 @@ def _listed(value: object) -> object:
 
 
 def _known(name: object) -> object:
+    """Return the value as it is. Raises ValueError for a text that names neither a built-in outlet nor a user-defined
+    one."""
     tools = OUTLETS.built_in
     if isinstance(name, str) and name not in tools and not is_own(name):
         raise ValueError(f"{name!r} is none of {', '.join(tools)}; {with_colon(name) or nearest(name, tools)}")
@@ -176,5 +179,5 @@ class OutletsConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def tools(self) -> tuple[str, ...]:
-        """Names of all tools that follow the run, Prometheus included."""
+        """Names of all tools that follow the run, "prometheus" included; empty if there are none."""
         return (*self.to, *((PROMETHEUS,) if self.prometheus_port is not None else ()))

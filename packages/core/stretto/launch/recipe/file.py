@@ -16,7 +16,8 @@ def read_toml(path: Path) -> dict[str, Any]:
     """Parse a TOML file.
 
     Raises:
-        RecipeError: the file does not exist, is empty or larger than 1 MiB, or cannot be read or parsed.
+        RecipeError: the file does not exist, is a folder, is empty or larger than 1 MiB, is not UTF-8, or cannot be
+            read or parsed.
     """
     place = str(path)
     if not (fault := folder_fault(path)):
@@ -43,10 +44,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def shipped_recipes() -> Path:
-    """Return the folder with the recipes that are installed with stretto."""
+    """Return the folder with the recipes that are installed with stretto; a source checkout has no such folder."""
     return Path(sys.prefix) / "share" / "stretto" / "recipes"
 
 
 def _example() -> str:
+    """Return the path of a whole recipe to point to: the installed one, or its name in the sources."""
     shipped = shipped_recipes() / "arithmetic.toml"
     return str(shipped) if shipped.is_file() else "recipes/arithmetic.toml of the sources"

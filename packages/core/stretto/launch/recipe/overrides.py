@@ -25,6 +25,11 @@ _INSTEAD = {"function": "functions", "functions": "function"}
 
 
 def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | None:
+    """Set a dotted key of a parsed recipe, and remove the key that excludes it. Missing sections are added. Of a table
+    only the keys that `value` has change. Changes `tree`.
+
+    Returns a problem, at `place`, if a section on the way to the key is a plain value; else None.
+    """
     *sections, last = key.split(".")
     for section in sections:
         tree = tree.setdefault(section, {})
@@ -52,7 +57,7 @@ def at_override(problem: Problem, place: str, overrides: Overrides) -> Problem:
 
 
 def _keys(overrides: Overrides) -> Iterator[str]:
-    """Yield the full names of the keys that the overrides set; for a table, those of the keys in it."""
+    """Yield the dotted names of the keys that the overrides set; for a table, those of the keys in it."""
     if isinstance(overrides, Mapping):
         given = ((key, as_parsed(value)) for key, value in overrides.items())
     else:
@@ -101,8 +106,9 @@ _REMEDY = "write it into a file beside the recipe or the notebook, import it fro
 
 
 def with_named_reward(section: Any) -> Any:
-    """Return the section ``[rewards]`` with functions replaced by their names and the folder of their modules. The
-    section may be a function itself.
+    """Return a section ``[rewards]`` or ``[workflow]`` in which Python functions are replaced by their names, and
+    `path` by the folder of their modules. A function in place of the section becomes a section with `function` and
+    `path`. Any other value, such as a section without function objects, is returned as it is.
 
     Raises:
         ValueError: another process could not import a function, or their modules are in several folders.
@@ -125,7 +131,7 @@ def with_named_reward(section: Any) -> Any:
 
 def _named_part(part: Any) -> tuple[Any, str]:
     """Return a table of ``[[rewards.functions]]`` with its function replaced by its name, and the folder of the
-    function's module ("" if the table has no function object)."""
+    function's module. Without a function object: `part` as it is, and ""."""
     if not isinstance(part, Mapping) or not callable(part.get("function")):
         return part, ""
     named = named_reward(part["function"])
@@ -133,7 +139,8 @@ def _named_part(part: Any) -> tuple[Any, str]:
 
 
 def named_reward(function: Callable[..., object]) -> dict[str, str]:
-    """Return the keys `function` and `path` of ``[rewards]`` with which a worker process can import the function.
+    """Return the keys `function` (``package.module:name``) and `path` (the folder to import it from) of ``[rewards]``,
+    with which a worker process can import the function.
 
     Raises:
         ValueError: another process could not import it; says why.
@@ -165,6 +172,7 @@ def _imported_as(module: ModuleType, path: Path) -> str:
 
 
 def _found(module: ModuleType, name: str) -> object:
+    """Return the object with this qualified name in the module; None if there is none."""
     found: object = module
     for part in name.split("."):
         found = getattr(found, part, None)

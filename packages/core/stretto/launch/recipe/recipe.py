@@ -50,14 +50,15 @@ DOORS: tuple[Door[Any], ...] = (LOSSES, CORRECTIONS, ESTIMATORS, FILTERS, PACING
 
 
 def find_parts(tree: dict[str, Any], folder: Path) -> None:
-    """Set the key `path` of a parsed recipe to its folder, if a user-defined part's module is there and no `path` is
-    given. Changes `tree`."""
+    """Set the key `path` of a parsed recipe to `folder` if the module of a part that it names (`named_in_doors`) is
+    there; a `path` that is given stays. Changes `tree`. `folder`: that of the recipe file."""
     if "path" not in tree and any(is_beside(name, folder) for name in named_in_doors(tree)):
         tree["path"] = str(folder.resolve())
 
 
 def is_beside(name: object, folder: Path) -> bool:
-    """Whether `name` is that of a user-defined part (``module:name``) whose module is in the folder."""
+    """Whether `name` is that of a user-defined part (``package.module:name``) and `folder` has its module or top
+    package. False for the name of a built-in part, and for an object that is no text."""
     if not (isinstance(name, str) and is_own(name)):
         return False
     module = folder / name.partition(":")[0].partition(".")[0]
@@ -65,7 +66,10 @@ def is_beside(name: object, folder: Path) -> bool:
 
 
 def named_in_doors(tree: Mapping[str, Any]) -> Iterator[object]:
-    """Yield each part's name in a parsed recipe: a section's `kind`, each item of a list; None for an absent key."""
+    """Yield the value of each key at which a parsed recipe may name a user-defined part, such as ``algorithm.loss``.
+
+    For a section it is its `kind`; for a list, each item; for an absent key, None. Values are not validated.
+    """
     for door in DOORS:
         found: Any = tree
         for key in door.key.split("."):
@@ -75,8 +79,8 @@ def named_in_doors(tree: Mapping[str, Any]) -> Iterator[object]:
 
 
 def named_in_section(section: Mapping[str, Any]) -> Iterator[object]:
-    """Yield the names of parts in a parsed section ``[rewards]`` or ``[workflow]``: its function, that of each item of
-    `functions`, and each text of `settings` that is written like one (``module:name``); None for an absent key."""
+    """Yield the names of parts in a parsed section ``[rewards]`` or ``[workflow]``: the `function` of the section and
+    of each item of `functions` (None if it has none), and each text in `settings` of the form ``module:name``."""
     listed, settings = section.get("functions"), section.get("settings")
     for part in (section, *(listed if isinstance(listed, list | tuple) else ())):
         yield part.get("function") if isinstance(part, Mapping) else None
@@ -260,7 +264,8 @@ def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
 
 
 def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
-    """Read a recipe file as nested dicts, with overrides applied and paths absolute, without validation.
+    """Read a recipe file as nested dicts, with overrides applied and paths absolute, without validation. Where `path`
+    is left out, it becomes the folder of the recipe file if a module or command file that the recipe names is there.
 
     Raises:
         RecipeError: the file cannot be read or parsed, an override is malformed, or a path cannot exist.
@@ -307,8 +312,8 @@ def validate(tree: Mapping[str, Any], place: str, overrides: Overrides = ()) -> 
     """Validate parsed TOML and return the recipe.
 
     Args:
-        place: name of the file, for messages.
-        overrides: already applied to `tree`; a message names the override that caused the problem.
+        place: name of the recipe's file, or of where it is from, for messages.
+        overrides: those already applied to `tree`; a message names the override that caused the problem.
 
     Raises:
         RecipeError: has one problem for each wrong key.
@@ -317,8 +322,7 @@ def validate(tree: Mapping[str, Any], place: str, overrides: Overrides = ()) -> 
 
 
 def validated(tree: Mapping[str, Any], place: str, kind: type[Kind], overrides: Overrides = ()) -> Kind:
-    """Validate parsed TOML as a recipe of the class `kind`, and return it. `place`: name of the file, for messages.
-    `overrides`: already applied to `tree`; a message names the override that caused the problem.
+    """Validate parsed TOML as an object of the class `kind`, and return it. Other arguments are those of `validate`.
 
     Raises:
         RecipeError: has one problem for each wrong key.
@@ -333,6 +337,8 @@ def validated(tree: Mapping[str, Any], place: str, kind: type[Kind], overrides: 
 
 
 def _override(tree: dict[str, Any], override: str) -> Problem | None:
+    """Apply one override of the form section.key=value; changes `tree`. Returns a problem if it is malformed or names
+    no section, else None."""
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
         return Problem(f"override {override!r}", "not of the form section.key=value", "e.g. trainer.steps=100")
@@ -355,7 +361,8 @@ def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
 
 
 def _sources(tree: dict[str, Any]) -> list[dict[str, Any]]:
-    """List the tables of the task's sources, training and held-out, and of the sources of further sets of questions."""
+    """List the tables of the task's sources, training and held-out, and of the sources of further sets of questions.
+    Changing one changes `tree`."""
     found: list[Any] = []
     for section, key in (("task", "sources"), ("task", "held_out_sources"), ("evaluation", "sets")):
         part = tree.get(section)
@@ -366,6 +373,8 @@ def _sources(tree: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _absolute(text: str, folder: Path, place: str) -> Path:
+    """Return the absolute path of `text`, which is relative to `folder`. Raises RecipeError with the recipe key `place`
+    if no such path can exist."""
     try:
         path = (folder / Path(text).expanduser()).resolve()
         path.exists()
@@ -380,8 +389,8 @@ def to_toml(recipe: BaseModel) -> str:
 
 
 def differences(old: Recipe, new: Recipe, ignored: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """List (key, text with both values) for each key whose value differs between two recipes. `ignored`: keys and
-    sections that are left out."""
+    """List (dotted key, text with both values) for each key whose value differs between two recipes. `ignored`: dotted
+    keys and sections that are left out."""
     before, after = _flat(old.model_dump(mode="python")), _flat(new.model_dump(mode="python"))
     return [
         (key, f"was {before.get(key)!r} and is {after.get(key)!r}")
@@ -391,6 +400,7 @@ def differences(old: Recipe, new: Recipe, ignored: Sequence[str] = ()) -> list[t
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested dicts by dotted key, each key with `prefix` before it."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}

@@ -20,7 +20,7 @@ from stretto.store.config import TokensConfig
 
 
 class ModelConfig(BaseModel, extra="forbid", frozen=True):
-    """Initial policy: a Hugging Face folder, or a new model with random weights."""
+    """Section ``[model]``, the initial policy: a Hugging Face folder, or a new model with random weights."""
 
     path: str | None = Field(None, description="Hugging Face folder, relative to the recipe's folder")
     build: BuildConfig | None = Field(None, description="architecture and alphabet of a new model")
@@ -47,10 +47,11 @@ class ModelConfig(BaseModel, extra="forbid", frozen=True):
 
 
 def _kind_in(folder: Path) -> str:
-    """Return the architecture (`model_type`) in a folder's config.json; "" if it cannot be read: another check reports
-    that."""
+    """Return the architecture (`model_type`) in a folder's config.json; "" if it has none or cannot be read: another
+    check reports that."""
     try:
-        return str(msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object]).get("model_type"))
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=dict[str, object])
+        return str(config.get("model_type", ""))
     except (OSError, *UNREADABLE):
         return ""
 
@@ -59,7 +60,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r
 
 
 class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Sampling of completions; engine and trainer compute the same distribution.
+    """Section ``[sampling]``; engine and trainer compute the same distribution.
 
     Temperature applies first, then top_k, top_p, min_p; log-probabilities are of the resulting distribution.
     """
@@ -78,8 +79,8 @@ class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
     )
 
     def record(self, stop_token_ids: tuple[int, ...]) -> Sampling:
-        """Convert the settings to a record for requests and the trainer. `stop_token_ids`: tokens that end a
-        completion."""
+        """Return the settings as the record that requests and the trainer get. `stop_token_ids`: tokens that end a
+        completion, which the tokenizer knows and the recipe does not."""
         return Sampling(stop_token_ids=stop_token_ids, **self.model_dump())
 
 
@@ -97,7 +98,8 @@ class EvaluationSet(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Held-out accuracy, sampled as in training but with a fixed seed: at the start, at the end and between."""
+    """Section ``[evaluation]``: held-out accuracy, sampled as in training but with a fixed seed, at the start, at the
+    end and between."""
 
     prompts: int = Field(512, ge=1, description="held-out prompts of each evaluation")
     samples: int = Field(1, ge=1, le=1024, description="completions of each prompt")
@@ -137,7 +139,7 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fal
 
 
 class LoggingConfig(OutletsConfig, TokensConfig, extra="forbid", frozen=True):
-    """Per-token data to keep, and the tools that show a run (docs/reference/metrics.md).
+    """Section ``[logging]``: per-token data to keep, and the tools that show a run (docs/reference/metrics.md).
 
     Example: ``LoggingConfig(to=("wandb",), project="arithmetic", tokens="none")``
     """
