@@ -111,8 +111,8 @@ def check_family(config: PreTrainedConfig) -> None:
 
 
 def check_family_of(folder: Path | str) -> None:
-    """`check_family` of a model folder whose config can be read; others are left to the loader, which names what is
-    wrong.
+    """Check the config of a model folder as `check_family` does. A config that cannot be read is not checked: the
+    loader names what is wrong.
 
     Raises:
         ModelFolderError: a path computes something else than the family.
@@ -126,13 +126,14 @@ def check_family_of(folder: Path | str) -> None:
 
 
 def _key(config: PreTrainedConfig) -> str:
+    """Return a digest of the config and the versions of stretto and transformers."""
     told = (config.to_json_string(use_diff=False), transformers.__version__, __version__)
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
 
 
 def measured(config: PreTrainedConfig) -> str:
-    """What the paths compute differently on a tiny model with this config, in words; "" for nothing, or for a family
-    that cannot be made tiny or is refused when it is loaded."""
+    """Return what the paths compute differently on a tiny model with this config, in words. "": nothing, or not
+    measured, since the family cannot be made tiny or is refused when it is loaded."""
     with quiet_transformers(), torch.random.fork_rng(devices=()):
         torch.manual_seed(3)
         made = _tiny(config)
@@ -165,13 +166,14 @@ def measured(config: PreTrainedConfig) -> str:
 
 
 def _tiny(config: PreTrainedConfig) -> PreTrainedModel | None:
-    """A model of the family with few layers, small widths and random parameters: with the config's other settings if
-    these allow it, else with the family's own. None, and a warning in the log, if neither can be made."""
-    why = f"more than {_LARGEST:,} parameters"
+    """Make a model of the family with few layers, small widths and random parameters: with the config's other settings
+    if these allow it, else with the family's defaults. None, and a warning in the log, if neither can be made."""
+    why, depth = f"more than {_LARGEST:,} parameters", config.num_hidden_layers
     for settings in (config.to_dict(), type(config)().to_dict()):
         small = {key: value for key, value in _SMALL.items() if key in settings} | dict(_OTHERS)
-        layers = [i for i in range(config.num_hidden_layers) if i < 2]
-        lists = {key: [one[i] for i in layers] for key, one in settings.items() if _is_by_layer(one, config)}
+        layers = range(min(depth, 2))
+        by_layer = {key: one for key, one in settings.items() if isinstance(one, list) and len(one) == depth}
+        lists = {key: [one[i] for i in layers] for key, one in by_layer.items()}
         windows = {"sliding_window": 7} if settings.get("sliding_window") else {}
         try:
             made = type(config)(**{**settings, **lists, **small, **windows, "dtype": "float32"})
@@ -185,12 +187,9 @@ def _tiny(config: PreTrainedConfig) -> PreTrainedModel | None:
     return None
 
 
-def _is_by_layer(value: object, config: PreTrainedConfig) -> bool:
-    return isinstance(value, list) and len(value) == config.num_hidden_layers
-
-
 def _perturbed(model: PreTrainedModel) -> PreTrainedModel:
-    """Also of parameters that begin at 0, which hide what they scale."""
+    """Add noise to all parameters, in place, and return the model: a parameter that begins at 0 hides what it
+    scales."""
     model.eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.add_(_NOISE * torch.randn_like(parameter))
@@ -201,20 +200,24 @@ def _packed(model: PreTrainedModel, texts: Sequence[Any]) -> Iterator[tuple[int,
     packed = pack_tokens(texts)
     packing = packed.packing
     logits = model(packed.input_ids, position_ids=packing.position_ids, use_cache=False, packing=packing).logits[0]
-    starts = np.cumsum([0, *map(len, texts)])
-    for at, text in enumerate(texts):
-        for place in range(len(text)):
-            yield at, place, logits[starts[at] + place].log_softmax(-1)
+    return _by_place(texts, logits)
 
 
 def _together(model: PreTrainedModel, texts: Sequence[Any]) -> Iterator[tuple[int, int, Tensor]]:
-    logits = iter(DecodePolicy(model).forward_of_texts(texts))
-    for at, text in enumerate(texts):
-        for place in range(len(text)):
-            yield at, place, next(logits).log_softmax(-1)
+    return _by_place(texts, DecodePolicy(model).forward_of_texts(texts))
+
+
+def _by_place(texts: Sequence[Any], logits: Tensor) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield (number of the text, position of the token, log-probabilities of the next token), from the logits after all
+    tokens of the texts, one text after the other."""
+    places = ((at, place) for at, text in enumerate(texts) for place in range(len(text)))
+    own = logits[: sum(map(len, texts))]  # a packed row may end with filler tokens
+    for (at, place), line in zip(places, own, strict=True):
+        yield at, place, line.log_softmax(-1)
 
 
 def _decoded(model: PreTrainedModel, texts: Sequence[Any]) -> Iterator[tuple[int, int, Tensor]]:
+    """Yield the same as `_by_place`, from steps over the KV cache, one token of each text at a time."""
     policy = DecodePolicy(model)
     contexts = [Context(text[: _STARTED - 1], (at,)) for at, text in enumerate(texts)]
     for length in range(_STARTED, max(map(len, texts)) + 1):
