@@ -60,7 +60,7 @@ class Attention:
 
 
 def check_attention(model: PreTrainedModel) -> Attention:
-    """Attention of a model, found by running it on one token.
+    """Find the attention of a model by running it on one token. A `skeleton` must have been filled with weights.
 
     Raises:
         ModelFolderError: lists the unsupported kinds of attention that the config shows; if it shows none, those that
@@ -77,7 +77,7 @@ def check_attention(model: PreTrainedModel) -> Attention:
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
-    """Refuse unsupported attention that can be seen in the config.
+    """Refuse unsupported attention that can be seen in the config; `check_attention` finds what cannot.
 
     Raises:
         ModelFolderError: lists layers whose attention is neither full nor sliding, latent or shared keys, and rotary
@@ -120,7 +120,7 @@ def refuse_untrainable(config: PreTrainedConfig) -> None:
 
 
 def windows(config: PreTrainedConfig) -> frozenset[int]:
-    """The sliding windows, in tokens, of a model's layers by its config; empty for full attention."""
+    """Return the sliding windows, in tokens, of a model's layers by its config; empty if all have full attention."""
     text = config.get_text_config()
     found = (_window(text, layer) for layer in range(text.num_hidden_layers))
     return frozenset(window for window in found if window is not None)
@@ -134,6 +134,7 @@ def _rope_kinds(config: PreTrainedConfig) -> set[str]:
 
 
 def _mistakes(config: PreTrainedConfig, requested: list[Requested]) -> list[str]:
+    """List in words which requested attention is unsupported; empty if all is supported."""
     if not requested:
         return ["attention that transformers does not let be replaced"]
     found = [f"attention with {name}" for name in sorted({name for layer in requested for name in layer.unsupported})]
@@ -149,7 +150,8 @@ def _mistakes(config: PreTrainedConfig, requested: list[Requested]) -> list[str]
 
 
 def _window(config: PreTrainedConfig, layer: int) -> int | None:
-    """The window of a layer by the config; None for full attention or a window not shorter than the context."""
+    """Return the window of layer number `layer` by the config, in tokens; None for full attention or a window not
+    shorter than the context."""
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)
     if not window or window >= config.max_position_embeddings or (kinds and kinds[layer] != "sliding_attention"):
@@ -159,7 +161,8 @@ def _window(config: PreTrainedConfig, layer: int) -> int | None:
 
 @torch.no_grad()
 def _requested(model: PreTrainedModel) -> list[Requested]:
-    """Run a forward pass over one token, and return the arguments of each layer's attention function."""
+    """Run a forward pass over one token, and return the arguments of each attention call; empty if the module does not
+    use transformers' attention functions."""
     own, requested = model.config._attn_implementation, list[Requested]()
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     model.set_attn_implementation(_RECORDING)
@@ -181,6 +184,8 @@ def _recording_attention(
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
+    """Hand the arguments of this call to `stretto_request`; returns the query in place of an output, of which only the
+    shape matters. Raises ModelFolderError if the module does not pass `stretto_request` on."""
     if stretto_request is None:
         found = "attention that does not hand its arguments on"
         raise ModelFolderError([Problem(type(module).__name__, found, _REMEDY)])

@@ -29,8 +29,8 @@ def take_share(share: float) -> None:
 
 
 def spare(device: torch.device, coming: int) -> int | None:
-    """Bytes of the GPU that this process may still allocate, minus `coming` bytes to be allocated soon; None on a
-    CPU."""
+    """Return the bytes of the GPU that this process may still allocate, minus `coming` bytes to be allocated soon. It
+    may be negative; None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

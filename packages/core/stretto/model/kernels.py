@@ -31,9 +31,12 @@ __all__ = ["TRAINING", "OneDnnLinear", "choose", "unrecorded", "use_onednn"]
 def choose(
     shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name], record: Path | None = None
 ) -> dict[Shape, KernelChoice]:
-    """Choose one of `kernels` for each weight shape [N, K]. A choice comes from the file `record` of the run, else from
-    the user's cache, else from a measurement, and is written to both files (`record` None: to the cache alone). A file
-    that cannot be written is not used, with a warning. Shapes too small to matter are left out."""
+    """Choose one of `kernels` for each weight shape [N, K]; shapes too small to matter are left out of the result.
+
+    A choice comes from the file `record` of the run, else from the user's cache, else from a measurement, and is
+    written to both files (`record` None: to the cache alone). A file that cannot be written is not used, with a
+    warning.
+    """
     machine = f"{processor()}, {cores()} cores"
     return matmul.choose(shapes, dtype, kernels, record, machine=machine, cache=cache_folder() / FILE)
 

@@ -33,7 +33,8 @@ _FEWEST_ROUNDED = 128
 
 @dataclass(frozen=True)
 class RowPart(ABC):
-    """This process's part of a packed row whose tokens several ranks divide (`stretto_cluster.ranks.tokens`)."""
+    """This process's part, t tokens, of a packed row whose T tokens several ranks divide
+    (`stretto_cluster.ranks.tokens`). The methods are collectives: all these ranks call them together."""
 
     input_ids: Tensor  # [1, t]
     position_ids: Tensor  # [1, t]
@@ -42,15 +43,17 @@ class RowPart(ABC):
 
     @abstractmethod
     def to_heads(self, columns: tuple[Tensor, ...]) -> list[Tensor]:
-        """Query, key and value of all tokens for this rank's heads, from those of its tokens for all heads."""
+        """Exchange query, key and value of this rank's tokens for all heads, each [1, H, t, D], for those of all tokens
+        for this rank's heads, each [1, H / ranks, T, D]."""
 
     @abstractmethod
     def to_tokens(self, attended: Tensor) -> Tensor:
-        """The output of all heads for this rank's tokens, from that of its heads for all tokens."""
+        """Exchange the output of this rank's heads for all tokens, [1, T, H / ranks, D], for that of all heads for this
+        rank's tokens, [1, t, H, D]."""
 
     @abstractmethod
     def joined(self, scores: Tensor) -> Tensor:
-        """The scores of all wanted tokens, from those of each rank's."""
+        """Combine the scores [n] of each rank's wanted tokens to those of all wanted tokens, [N]."""
 
 
 #: Cuts a row: called with its token ids [1, T], positions [1, T], and the token before each wanted one [N].
@@ -80,6 +83,7 @@ class Packing:
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest sequence, shared ones included."""
         return self.buckets[0][1]
 
     @property
@@ -174,6 +178,7 @@ def _buckets(descending: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _refuse_impossible(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]]) -> None:
+    """Raise the ValueError of `pack` for sequences that cannot be laid out."""
     if not lengths:
         raise ValueError("a packing holds at least one sequence")
     for s, (length, (source, prefix)) in enumerate(zip(lengths, prefixes, strict=True)):

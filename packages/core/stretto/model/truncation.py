@@ -41,7 +41,7 @@ class Truncation:
 
     @classmethod
     def of(cls, sampling: Sampling) -> Self:
-        """The settings of `sampling`, for all rows."""
+        """Take the settings of `sampling`, for all rows."""
         return cls(np.array([sampling.top_k]), np.array([sampling.top_p]), np.array([sampling.min_p]))
 
     @property
@@ -49,7 +49,7 @@ class Truncation:
         return self.top_k, self.top_p, self.min_p
 
     def rows(self, rows: npt.NDArray[np.int64]) -> Self:
-        """The settings of these rows."""
+        """Return the settings of the rows with these indices; settings for all rows stay as they are."""
         if len(self.top_k) == 1:
             return self
         return type(self)(self.top_k[rows], self.top_p[rows], self.min_p[rows])
@@ -69,7 +69,8 @@ def truncate(
         logits_RV: float32, after the temperature. NaN stays NaN.
         truncation: settings of the rows.
         always_R: one token per row that top-k, top-p and min-p keep, however unlikely. A grammar may still exclude it.
-        allowed_RW: one bit per token, set if the row's grammar allows it; None if no row has a grammar.
+        allowed_RW: one bit per token, the lowest first, set if the row's grammar allows it; None if no row has a
+            grammar.
     """
     if allowed_RW is not None:
         logits_RV = logits_RV.masked_fill(~_as_bools(allowed_RW, logits_RV), torch.finfo(logits_RV.dtype).min)
@@ -80,7 +81,7 @@ def truncate(
 
 
 def cutoffs(logits_RV: Tensor, truncation: Truncation) -> Tensor:
-    """The cutoff of each row, [R, 1]: tokens with lower logits are excluded by top-k, top-p or min-p."""
+    """Compute the cutoff of each row, [R, 1]: tokens with lower logits are excluded by top-k, top-p or min-p."""
     highest_R1 = logits_RV.amax(-1, keepdim=True)
     cutoff_R1 = highest_R1 + _column(truncation.min_p, logits_RV).log().to(logits_RV.dtype)
     if truncation.top_k.any():
@@ -93,8 +94,8 @@ def cutoffs(logits_RV: Tensor, truncation: Truncation) -> Tensor:
 
 
 def _ranked_cutoffs(logits_RV: Tensor, shares_RV: Tensor, truncation: Truncation, ranked: int) -> Tensor:
-    """Cutoffs of top-k and top-p, [R, 1]. Only the `ranked` likeliest tokens are sorted, and more where a nucleus is
-    larger. `shares_RV`: softmax of the logits."""
+    """Compute the cutoffs of top-k and top-p, [R, 1]; -inf where both are off. Only the `ranked` likeliest tokens are
+    sorted, and more where a nucleus is larger. `shares_RV`: softmax of the logits."""
     size = min(ranked, logits_RV.shape[1])
     logits_RS, tokens_RS = logits_RV.topk(size)
     top_k_R1, top_p_R1 = _column(truncation.top_k, logits_RV), _column(truncation.top_p, logits_RV)
@@ -117,6 +118,7 @@ def _ranked_cutoffs(logits_RV: Tensor, shares_RV: Tensor, truncation: Truncation
 
 
 def _as_bools(bits_RW: npt.NDArray[np.int32], like_RV: Tensor) -> Tensor:
+    """Unpack bits to a bool tensor with the shape and device of `like_RV`."""
     bytes_RB = torch.from_numpy(bits_RW.view(np.uint8)).to(like_RV.device)
     places = torch.arange(8, dtype=torch.uint8, device=like_RV.device)
     return (bytes_RB[:, :, None] >> places & 1).flatten(1)[:, : like_RV.shape[1]].bool()

@@ -83,7 +83,8 @@ class Bucket:
 
     @property
     def addresses(self) -> list[int]:
-        """For each layer the addresses of its keys and its values, until the next `resize`."""
+        """Memory addresses of the keys and the values of layer 0, of layer 1, and so on, until the next `resize`. The
+        same list object until then."""
         if not self._addresses:
             self._addresses = [held.data_ptr() for layer in zip(self.keys, self.values, strict=True) for held in layer]
         return self._addresses
@@ -94,8 +95,8 @@ class Bucket:
         return len(self.keys[0])
 
     def take(self, row: int, most_spare: int | None = None) -> int:
-        """Assign a slot to `row` and return it: a free slot, else the next. If memory must be allocated, the number of
-        slots is doubled, but at most `most_spare` of the new slots are spare; None: no limit."""
+        """Assign a slot to `row`, a free one or else the next, and return its number. If memory must be allocated, the
+        number of slots is doubled, but at most `most_spare` of the new slots are spare; None: no limit."""
         self._rows = None
         if self.free_slots:
             slot = self.free_slots.pop()
@@ -109,7 +110,7 @@ class Bucket:
         return used
 
     def cells(self, slots: Ints, positions: Ints) -> Ints:
-        """Indices [W * K] of tokens, for each key head, in a layer's keys viewed as [S * K * L, D]. `slots`,
+        """Return the indices [W * K] of tokens, for each key head, in a layer's keys viewed as [S * K * L, D]. `slots`,
         `positions`: [W], slot of each token and its position there."""
         heads = self._layout.kv_heads
         cells: Ints = (slots * heads)[:, None] + np.arange(heads)
@@ -133,6 +134,7 @@ class Bucket:
         torch._foreach_copy_(targets, sources)
 
     def free(self, slot: int) -> None:
+        """Take a slot from its row; its entries stay until another row gets it."""
         self._rows = None
         self.owners[slot] = FREE
         self.free_slots.append(slot)
@@ -167,7 +169,8 @@ class Bucket:
 
 
 class LengthBuckets:
-    """All buckets, and the bucket and slot of each row. `most_tokens`: budget of all slots; None: no limit.
+    """All buckets, and the bucket and slot of each row, which is a number of the caller. `most_tokens`: budget of all
+    allocated slots together, in tokens; None: no limit. A row longer than the context raises BoundViolated.
 
     Example: the row outgrows its bucket::
 
@@ -197,7 +200,8 @@ class LengthBuckets:
         return [self._buckets[length] for length in sorted(self._buckets) if self._buckets[length].owners]
 
     def expect(self, tokens: Sequence[int]) -> None:
-        """Allocate slots for new rows of these lengths, so that each bucket grows once instead of by doublings."""
+        """Allocate slots for new rows with these numbers of tokens, so that each bucket grows once instead of by
+        doublings. `place` assigns the slots."""
         for length, rows in Counter(map(self._layout.slot, tokens)).items():
             bucket = self._bucket(length)
             slots = len(bucket.owners) - len(bucket.free_slots) + rows
@@ -207,7 +211,7 @@ class LengthBuckets:
                 bucket.resize(slots + (spare if most_spare is None else min(spare, most_spare)))
 
     def place(self, row: int, tokens: int) -> tuple[Bucket, int]:
-        """Assign `row` a slot for `tokens` tokens; returns (bucket, slot)."""
+        """Assign `row`, which has none or is moved, a slot for `tokens` tokens; returns (bucket, slot)."""
         bucket = self._bucket(tokens)
         self._placed = True
         self._places[row] = (bucket, bucket.take(row, self._most_spare(bucket)))
@@ -221,6 +225,7 @@ class LengthBuckets:
         bucket.free(slot)
 
     def release(self, row: int) -> None:
+        """Free the slot of a row, which must have one."""
         bucket, slot = self._places.pop(row)
         bucket.free(slot)
         if not self._places:
@@ -279,7 +284,7 @@ class LengthBuckets:
         """Check that each slot is free or owned by exactly one row.
 
         Raises:
-            BoundViolated: names the slot and the row.
+            BoundViolated: it is not; names the slot and the row, or the numbers that differ.
         """
         for row, (bucket, slot) in self._places.items():
             if slot >= len(bucket.owners) or bucket.owners[slot] != row:
@@ -308,13 +313,15 @@ class LengthBuckets:
             bucket.resize(max(len(bucket.owners), bucket.capacity + -excess // bucket.length))
 
     def _most_spare(self, bucket: Bucket, needed: int = 1) -> int | None:
-        """Number of spare slots, in addition to `needed` slots, that the budget allows a bucket to add; None: no
-        limit."""
+        """Return the number of spare slots, in addition to `needed` slots, that the budget allows a bucket to add;
+        None: no limit."""
         if self._most_tokens is None:
             return None
         return max(0, (self._most_tokens - self.tokens_allocated()) // bucket.length - needed)
 
     def _bucket(self, tokens: int) -> Bucket:
+        """Return the bucket for rows of `tokens` tokens, created empty if there is none. Raises BoundViolated if they
+        are more than the context."""
         length = self._layout.slot(tokens)
         if tokens > length:
             raise BoundViolated(f"{tokens} tokens do not fit the context of {length}")

@@ -70,7 +70,8 @@ class DecodePolicy:
     """
 
     def __init__(self, model: PreTrainedModel, most_bytes: int | None = None) -> None:
-        """Make a policy without rows. `most_bytes`: limit of the KV cache between two steps; None: no limit.
+        """Make a policy without rows. `model`: loaded with the attention path `CACHED_ATTENTION`. `most_bytes`: limit
+        of the KV cache between two steps; None: no limit.
 
         Raises:
             ModelFolderError: the model's attention is not supported (`model.attention_support`).
@@ -108,7 +109,7 @@ class DecodePolicy:
             self.table_steps.tune(self.model.config.get_text_config().num_attention_heads, record)
 
     def release(self, row: int) -> None:
-        """Drop the KV entries of a row."""
+        """Drop the KV entries of a row, which must have some."""
         self._buckets.release(row)
 
     @torch.inference_mode()
@@ -121,6 +122,7 @@ class DecodePolicy:
         self._buckets.clear()
 
     def check_integrity(self) -> None:
+        """Raise BoundViolated if the slots of the KV cache and their rows contradict each other."""
         self._buckets.check_integrity()
 
     @torch.inference_mode()
@@ -134,15 +136,18 @@ class DecodePolicy:
 
         Returns:
             The rows in the order of the logits, [R], and the logits of each row's next token, [R, V], float32.
+
+        Raises:
+            BoundViolated: a row has more tokens than the model's context.
         """
         step, order = self._step(newest, lengths, contexts)
         return order, self._logits(step, len(order))
 
     @torch.inference_mode()
     def forward_of_text(self, token_ids: Ints, decoded: int) -> Tensor:
-        """Logits after every token of a text, [C, V], float32, in one forward pass. The last `decoded` tokens (at least
-        one) are computed over the KV cache, each as a row of its own; the others are computed as context. The policy
-        must have no rows, and has none afterwards."""
+        """Compute the logits after every token of a text, [C, V], float32, in one forward pass. The last `decoded`
+        tokens (at least one) are computed over the KV cache, each as a row of its own; the others are computed as
+        context. The policy must have no rows, and has none afterwards."""
         assert not len(self), "the rows of the policy would be fed a token each"
         together, rows = len(token_ids) - decoded, range(decoded)
         contexts = [Context(token_ids[: together + row], (row,), shared=together if row else 0) for row in rows]
@@ -157,8 +162,9 @@ class DecodePolicy:
 
     @torch.inference_mode()
     def forward_of_texts(self, texts: Sequence[Ints]) -> Tensor:
-        """Logits after every token of several texts, concatenated to [C, V], float32, in one forward pass. The policy
-        must have no rows, and has none afterwards."""
+        """Compute the logits after every token of several texts, concatenated to [C, V], float32, in one forward pass.
+        The last token of each text is computed over the KV cache. The policy must have no rows, and has none
+        afterwards."""
         assert not len(self), "the rows of the policy would be fed a token each"
         newest, lengths = (np.array([pick(text) for text in texts]) for pick in (lambda text: text[-1], len))
         contexts = [Context(text[:-1], (row,)) for row, text in enumerate(texts)]
@@ -177,8 +183,8 @@ class DecodePolicy:
 
     @torch.inference_mode()
     def forward_of_piece(self, text: TextCache, token_ids: Ints) -> Tensor:
-        """Logits after every token of the next piece of a text, [C, V], float32. `text` has the KV entries of the
-        pieces before, and gets those of this one. Rows of the policy are not touched."""
+        """Compute the logits after every token of the next piece of a text, [C, V], float32. `text` has the KV entries
+        of the pieces before, and gets those of this one. Rows of the policy are not touched."""
         count = len(token_ids)
         filler = np.zeros(round_length(count) - count, np.int64)
         places = text.tokens + np.arange(count)
@@ -189,6 +195,8 @@ class DecodePolicy:
         return logits.float()
 
     def _step(self, newest: Ints, lengths: Ints, contexts: Sequence[Context]) -> tuple[DecodeStep, Ints]:
+        """Give the rows their slots and lay out the step's tokens; returns the step, and its rows in order, [R].
+        Arguments are those of `forward`."""
         used = self._buckets.resize_rows(lengths, [row for context in contexts for row in context.rows])
         order = np.concatenate([bucket.rows for bucket in used])
         if not contexts:
@@ -201,7 +209,7 @@ class DecodePolicy:
         return DecodeStep(tokens, positions, self._packing(packed), tuple(used), entering), order
 
     def _logits(self, step: DecodeStep, last: int) -> Tensor:
-        """Logits after each of the step's last `last` tokens, [last, V], float32."""
+        """Compute the logits after each of the step's last `last` tokens, [last, V], float32."""
         if self.table_steps is not None:
             return self.table_steps.logits(step, self.forward_of_model, last)
         device = self.layout.device
@@ -216,7 +224,8 @@ class DecodePolicy:
 
 
 def _first_tokens(packed: Sequence[Context], order: Ints) -> Iterator[FirstTokens]:
-    """Yield, for each new row, the packed tokens whose KV entries go into its slot. `order`: rows of the step."""
+    """Yield, for each new row, the packed tokens whose KV entries go into its slot. `packed`: contexts in the order of
+    their tokens; `order`: rows of the step."""
     places = {row: place for place, row in enumerate(order.tolist())}
     ends = np.cumsum([len(context.own) for context in packed])
     starts = ends - [len(context.own) for context in packed]
@@ -228,7 +237,7 @@ def _first_tokens(packed: Sequence[Context], order: Ints) -> Iterator[FirstToken
 
 
 def _without_empty(contexts: Sequence[Context]) -> list[Context]:
-    """The contexts that have tokens, with `prefix_of` renumbered."""
+    """List the contexts that have tokens, with `prefix_of` renumbered."""
     places = {place: at for at, place in enumerate(k for k, c in enumerate(contexts) if len(c.token_ids))}
     return [
         dataclasses.replace(context, prefix_of=places.get(context.prefix_of, 0))
@@ -238,15 +247,15 @@ def _without_empty(contexts: Sequence[Context]) -> list[Context]:
 
 
 def _with_filler(packed: list[Context], rows: int) -> list[Context]:
-    """Append a filler context without rows, so that the step has a rounded number of tokens (`round_length`). `rows`:
-    number of rows of the step."""
+    """Return the contexts with a filler context without rows behind them, so that the step has a rounded number of
+    tokens (`round_length`); none is added without contexts. `rows`: number of rows of the step."""
     tokens = rows + sum(len(context.own) for context in packed)
     filler = round_length(tokens) - tokens if packed else 0
     return [*packed, Context(np.zeros(filler, np.int64), rows=())] if filler else packed
 
 
 def cache_layout(model: PreTrainedModel, attention: Attention) -> CacheLayout:
-    """The cache layout of a model with this attention."""
+    """Return the layout of the KV cache of a model with this attention, in the model's dtype and on its device."""
     return CacheLayout(
         layers=attention.layers,
         kv_heads=attention.kv_heads,

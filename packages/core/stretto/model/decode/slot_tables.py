@@ -44,8 +44,9 @@ class TableSteps:
     """Runs decode steps over all buckets at once; steps without contexts are replayed from CUDA graphs."""
 
     def __init__(self, layout: CacheLayout, windows: frozenset[int | None], capture: Capture, programs: int) -> None:
-        """Make steps without a captured graph. `windows`: attention windows of the layers, None for full attention;
-        `programs`: least number of GPU programs to aim for, so that the device is busy."""
+        """Prepare for steps; no graph is captured yet. `layout`: of the KV cache. `windows`: attention windows of the
+        layers in tokens, None for full attention. `capture`: captures CUDA graphs. `programs`: least number of GPU
+        programs to aim for, so that the device is busy."""
         self._layout = layout
         self._windows = tuple(windows)
         self._spare = -(-programs // layout.kv_heads)
@@ -80,6 +81,8 @@ class TableSteps:
         return kept
 
     def _run(self, forward: Forward, contexts: Packing | None, last: int, *arrays: Tensor) -> Tensor:
+        """Compute one step from its `_arrays` on the device; this is what graphs capture. Returns the logits of the
+        last `last` tokens; without contexts, of all rows, padding rows included."""
         token_ids, positions, rows_R4, layers_ZB2, writes, *chunks = arrays
         rows = len(rows_R4)
         last = rows if contexts is None else last  # a captured step may have padding rows
@@ -91,7 +94,7 @@ class TableSteps:
         return forward(token_ids[None], positions[None], plan, len(token_ids), -last)[0]
 
     def _arrays(self, step: DecodeStep, rows: int) -> list[Ints]:
-        """The inputs of a step as arrays, padded to `rows` rows; padding rows have one token at position 0."""
+        """Return the inputs of a step as arrays, padded to `rows` rows; padding rows have one token at position 0."""
         token_ids, positions = _padded(step.token_ids, step.rows, rows), _padded(step.positions, step.rows, rows)
         if step.contexts is None and self._coming is not None and np.array_equal(self._coming[0], positions):
             numbers = self._coming[1]
@@ -100,14 +103,14 @@ class TableSteps:
         return [token_ids, positions, *self._places(step.buckets, rows), *numbers]
 
     def _expect(self, step: DecodeStep, rows: int) -> None:
-        """Prepare the next step, in which all rows have one token more if none enters or leaves. The device computes
-        meanwhile. `rows`: their number with padding, as in `_arrays`."""
+        """Prepare the tables of the next step for the case that no row enters or leaves, while the device computes this
+        one: each row then has one token more. `rows`: number of rows with padding, as in `_arrays`."""
         positions = _padded(step.positions + 1, step.rows, rows)
         self._coming = positions, self._numbers(positions)
 
     def _numbers(self, newest: Ints, step: DecodeStep | None = None) -> list[Ints]:
-        """The table "writes", then for each window the table "chunks" and its bounds. `newest`: position of each row's
-        newest token. `step`: a step with contexts; None: the step has no tokens but these."""
+        """Return the table "writes", then for each window the table "chunks" and its bounds. `newest`: position of each
+        row's newest token. `step`: a step, for its contexts; None: the step has no tokens but these."""
         rows, start, entering = len(newest), *((step.start, step.entering) if step is not None else (0, ()))
         own = np.stack([np.arange(start, start + rows), np.arange(rows), newest])
         if entering:
@@ -120,7 +123,8 @@ class TableSteps:
         return numbers
 
     def _places(self, buckets: Sequence[Bucket], rows: int) -> list[Ints]:
-        """The tables "rows" and "layers". They stay the same while rows stay in their buckets."""
+        """Return the tables "rows" and "layers". They are computed again only if rows have changed their buckets, or a
+        bucket its memory."""
         now = _Places(rows, [bucket.addresses for bucket in buckets], [len(bucket.owners) for bucket in buckets])
         if self._held is None or not self._held[0].same(now):
             nobodys = slots_of(self._nobodys[0], self._nobodys[1], 1, self._buckets)
@@ -130,7 +134,7 @@ class TableSteps:
         return self._held[1]
 
     def _layers(self, addresses: Sequence[Sequence[int]]) -> Ints:
-        """The table "layers", [Z, B, 2], in bytes. `addresses`: `Bucket.addresses` of each bucket in use; unused
+        """Return the table "layers", [Z, B, 2], in bytes. `addresses`: `Bucket.addresses` of each bucket in use; unused
         buckets have zeros. So has the last bucket, the scratch slot, which all layers share."""
         layers = np.zeros((self._layout.layers, self._buckets + 1, 2), np.int64)
         for at, own in enumerate(addresses):
@@ -147,6 +151,7 @@ class _Places:
     used: list[int]  # rows of each bucket
 
     def same(self, other: _Places) -> bool:
+        """Whether tables that were made for `other` hold for these rows too."""
         return (
             self.rows == other.rows
             and self.used == other.used
@@ -155,7 +160,7 @@ class _Places:
 
 
 def _padded(numbers: Ints, rows: int, wanted: int) -> Ints:
-    """Append zeros to `numbers`, one number per token, for rows from number `rows` up to `wanted`."""
+    """Append zeros to `numbers`, one number per token, for the padding of `rows` rows up to `wanted` rows."""
     return numbers if rows == wanted else np.concatenate([numbers, np.zeros(wanted - rows, np.int64)])
 
 

@@ -86,7 +86,8 @@ class StepPlan:
     rotated: Callable[..., Tensor] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Attend in layer number `layer`: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+        """Write the step's KV entries of layer number `layer`, and attend: query [1, H, T, D], key and value [1, K, T,
+        D]; returns [1, T, H, D]."""
         q_THD, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
         parts = [rows.attend(layer, q_THD, k_TKD, v_TKD, rule) for rows in self.rows]
         if self.contexts is not None:
@@ -100,8 +101,8 @@ class StepPlan:
             rows.write(layer, *(x.transpose(1, 2)[0] for x in (key, value)))
 
     def within_contexts(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Attention within the contexts, [1, tokens of contexts, H, D]. `query` [1, H, T, D], `key` and `value` [1, K,
-        T, D]: of all packed tokens, the contexts first."""
+        """Compute the attention within the contexts, [1, tokens of contexts, H, D]. `query` [1, H, T, D], `key` and
+        `value` [1, K, T, D]: of all packed tokens, the contexts first. The step must have contexts."""
         assert self.contexts is not None
         q, k, v = (x[:, :, : self.contexts.tokens] for x in (query, key, value))
         return attend_packed(q, k, v, self.contexts, rule)
@@ -117,7 +118,7 @@ def cached_attention(
     stretto_step: Attends,
     **requested: Any,
 ) -> tuple[Tensor, None]:
-    """`Attends.attend` with the signature of a transformers attention function; `attention_mask` is not read.
+    """Call `stretto_step.attend` with the signature of a transformers attention function; `attention_mask` is not read.
     `check_attention` must have accepted the model."""
     return stretto_step.attend(cast(int, module.layer_idx), query, key, value, Rule.of(requested)), None
 
@@ -140,8 +141,8 @@ class Ragged:
         rule: Rule,
         newest: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Attention of each row to its slot, [R, H, D], with the layer's settings `rule`. `newest`: each row's last key
-        and value, [R, K, D], to be written before reading; None: they are written already."""
+        """Compute the attention of each row to its slot, [R, H, D], with the layer's settings `rule`. `newest`: each
+        row's last key and value, [R, K, D], to be written before reading; None: they are written already."""
         return ragged_attention(query_RHD, keys_SKLD, values_SKLD, self.ends, rule, newest)
 
 
@@ -161,6 +162,7 @@ class Dense:
     windows: Mapping[int | None, AttentionWindow]  # by attention window of the layer
 
     def attend(self, query_RHD: Tensor, keys_SKLD: Tensor, values_SKLD: Tensor, rule: Rule) -> Tensor:
+        """Compute the attention of each row to its slot, [R, H, D]; all entries must be written already."""
         window = self.windows[rule.window]
         rows, heads, width = query_RHD.shape
         # The query heads of a key head are treated as a longer query, so keys are not copied per head.
@@ -188,8 +190,9 @@ def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, 
 
 
 def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype: torch.dtype) -> AttentionWindow:
-    """The cached tokens to read, with their mask, for rows that attend to the positions p with newest - window < p <=
-    newest (`window` None: p <= newest). `newest` and `positions` are the same numbers, as an array and as a tensor."""
+    """Return the cached tokens to read, with their mask, for rows that attend to the positions p with newest - window <
+    p <= newest (`window` None: p <= newest). `newest` and `positions` are the same numbers [R], as an array and as a
+    tensor on the device of the cache; `dtype`: of the mask."""
     end = int(newest.max()) + 1
     first = 0 if window is None else max(0, int(newest.min()) - window + 1)
     places = torch.arange(first, end, device=positions.device)
@@ -221,6 +224,8 @@ class BucketRows:
             cache.view(-1, cache.shape[-1]).index_copy_(0, cells, new_TKD.index_select(0, sources).flatten(0, 1))
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
+        """Write the KV entries of these rows and attend to them. Tensors are of all packed tokens; returns [R, H,
+        D]."""
         keys, values, query_RHD = self.bucket.keys[layer], self.bucket.values[layer], q_THD[self.newest]
         self.write(layer, k_TKD, v_TKD)
         if isinstance(self.reading, Ragged):
@@ -262,5 +267,6 @@ def plan_by_bucket(
 
 
 def written_tokens(slot: int, sources: Ints) -> Ints:
-    """Index of each packed token of `sources`, `slot`, and the token's position there (0, 1, ...), [3, W]."""
+    """Return the table [3, W] of the tokens that are written to a slot from its start: index of each packed token, as
+    in `sources`; the slot; and the token's position there, 0, 1, and so on."""
     return np.stack([sources, np.full(len(sources), slot), np.arange(len(sources))])

@@ -18,10 +18,11 @@ from stretto_kernels.rule import Rule
 
 
 class TextCache:
-    """The KV entries of one text, of the pieces so far (`tokens`); implements `stretto_kernels.steps.trace.Attends`."""
+    """The KV entries of one text, of the pieces so far; implements `stretto_kernels.steps.trace.Attends`. `tokens`:
+    number of tokens in these pieces; the caller adds those of a piece after its last layer."""
 
     def __init__(self, layout: CacheLayout, tokens: int) -> None:
-        """Make room for a text of this many tokens, and for the filler of a piece (`layout.round_length`)."""
+        """Make room for a text of this many tokens, and for the filler of a piece (`model.layout.round_length`)."""
         shape = (1, layout.kv_heads, tokens + tokens // 16, layout.head_dim)
         self._keys, self._values = (
             [torch.empty(shape, dtype=layout.dtype, device=layout.device) for _ in range(layout.layers)]
@@ -30,8 +31,8 @@ class TextCache:
         self.tokens = 0
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Write the KV entries of the next piece in layer number `layer`, and attend from its tokens to all up to
-        themselves: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
+        """Write the KV entries of the next piece in layer number `layer`, and attend from each of its tokens to all
+        earlier ones and itself: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
         count = key.shape[2]
         end = self.tokens + count
         first = 0 if rule.window is None else max(0, self.tokens + 1 - rule.window)

@@ -17,7 +17,7 @@ def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
     model there. Equal configs and seeds give equal bytes.
 
     Raises:
-        ModelFolderError: `path` holds files that are no part of a model.
+        ModelFolderError: `path` is no folder, or holds files that are no part of a model.
     """
     vocabulary = config.vocabulary
     architecture = AutoConfig.for_model(
@@ -47,8 +47,8 @@ def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
 
 
 def character_tokenizer(vocabulary: dict[str, int], context_length: int) -> PreTrainedTokenizerFast:
-    """A tokenizer with one token per character, for at most `context_length` tokens. Characters outside the vocabulary
-    are an error: there is no unknown token."""
+    """Make a tokenizer with one token per character, for at most `context_length` tokens. It has no unknown token:
+    encoding a character outside of the vocabulary raises an error."""
     backend = Tokenizer(models.WordLevel(vocabulary))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()

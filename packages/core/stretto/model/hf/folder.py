@@ -80,7 +80,7 @@ def write_weights(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor
 
 
 def _files(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of each file, by name."""
+    """Yield the tensors of each file of about 1 GiB, by their names in a Hugging Face folder."""
     held: dict[str, Tensor] = {}
     for _, layer in groupby(parameters, key=lambda one: (_LAYER.match(one[0]) or one)[0]):
         named = revert_weight_conversion(model, dict(layer))
@@ -154,6 +154,7 @@ def load_policy(
 
 
 def _device(name: str) -> str:
+    """Return torch's name of the device; "auto" becomes "cuda" if there is a GPU, else "cpu"."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -178,8 +179,8 @@ def save_policy(
     None: not rounded.
 
     Raises:
-        ModelFolderError: `path` holds files that are no part of a model.
-        OSError: the folder cannot be written.
+        ModelFolderError: `path` is no folder, or holds files that are no part of a model; then nothing is changed.
+        OSError: the folder cannot be written; then the older one stays.
     """
     check_replaceable(Path(path), [file.name for file in Path(tokenizer_folder).iterdir()])
     with whole_folder(Path(path)) as folder:
@@ -215,8 +216,8 @@ def _write_configs(model: PreTrainedModel, folder: Path) -> None:
 
 
 def saved_dtype(wanted: str, start: Path) -> str | None:
-    """The dtype to which a saved float32 policy is rounded; None: no rounding. `wanted`: a dtype, or ``"model"`` for
-    the dtype of the folder `start`, from which training began."""
+    """Return the dtype to which a saved float32 policy is rounded, "bfloat16" or "float16"; None: no rounding.
+    `wanted`: a dtype, or ``"model"`` for the dtype of the folder `start`, from which training began."""
     own = weights_dtype(start) if wanted == "model" else wanted
     return own if own in ("bfloat16", "float16") else None
 
@@ -310,7 +311,8 @@ class FolderWeights:
     """
 
     def __init__(self, model: PreTrainedModel, folder: Path | None = None) -> None:
-        """Find the tensors of each parameter. `folder`: of a model with this config; None: the model's own."""
+        """Find the tensors of each parameter; none is read yet. `folder`: of a model with this config; None: the one
+        that `model` was created from."""
         self.folder = Path(str(model.name_or_path)) if folder is None else folder
         self._model, self._files = model, weight_files(self.folder)
         mapping = get_model_conversion_mapping(model)
@@ -328,7 +330,8 @@ class FolderWeights:
         return set(self._sources)
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Read the slices `part` (one per axis; none: all) of a parameter, in the folder's dtype."""
+        """Read the slices `part` (one per axis; none: all) of the parameter `name`, one of `names`, in the folder's
+        dtype."""
         (source, pattern), *_ = self._sources[name]
         if pattern is None:
             return self._tensor(source, part)
@@ -346,8 +349,8 @@ class FolderWeights:
             return tensor.clone()  # the file's own memory goes with it
 
     def _name_of(self, source: str, known: dict[str, Any]) -> tuple[str, str | None]:
-        """The parameter that the tensor `source` of the folder belongs to by transformers' rules, and the pattern of
-        the rule that merges it with others; None if it is not merged."""
+        """Return the parameter that the tensor `source` of the folder belongs to by transformers' rules, and the
+        pattern of the rule that merges it with others (None: it is not merged). `known`: names of all parameters."""
         prefix = self._model.base_model_prefix
         name, pattern = rename_source_key(source, self._renamings, self._converters, prefix, known)
         if name not in known and source in known:

@@ -61,7 +61,7 @@ class Matcher:
         return bits
 
     def take(self, token_ids: Sequence[int]) -> bool:
-        """Advance by these tokens; False if they violate the grammar. Then the next `look` raises."""
+        """Advance by these tokens; returns False if they violate the grammar. Then the next `look` raises."""
         self._current = False
         self._left += _SECONDS_PER_TOKEN * len(token_ids)
         return bool(self._inner.consume_tokens(list(token_ids)))
@@ -98,7 +98,7 @@ class Grammars:
 
     @cached_property
     def problem(self) -> str:
-        """Text of the reason why grammars cannot be used; "" if they can."""
+        """Why grammars cannot be used with this tokenizer, in words; "" if they can."""
         if not _INSTALLED:
             return "the package llguidance is not installed: pip install 'stretto[grammars]'"
         try:
@@ -124,7 +124,7 @@ class Grammars:
         self.matcher(text).look()
 
     def matcher(self, text: str) -> Matcher:
-        """A matcher for a new completion that follows the grammar `text`; call `check` for the grammar first."""
+        """Return a matcher for a new completion that follows the grammar `text`, for which `check` has been called."""
         return Matcher(self._root(text).deep_copy(), self._vocabulary.vocab_size)
 
     @cached_property
@@ -134,6 +134,8 @@ class Grammars:
         return LLTokenizer(tokenizer.serialized(), n_vocab=size, eos_token=list(tokenizer.eos_token_ids))
 
     def _root(self, text: str) -> LLMatcher:
+        """Return the compiled grammar: one of the last 512, else compiled now. Raises RefusedRequest if it is too long
+        or cannot be compiled."""
         with self._lock:
             if text in self._compiled:
                 self._compiled.move_to_end(text)
@@ -165,6 +167,7 @@ _STACK_SIZE = threading.Lock()
 
 
 def _on_a_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
+    """Call `make` in a thread with a large stack, wait for it, and return its result."""
     made: list[LLMatcher] = []
     thread = threading.Thread(target=lambda: made.append(make()), name="a grammar")
     with _STACK_SIZE:
@@ -178,4 +181,5 @@ def _on_a_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
 
 
 def _refused(why: str, allowed: str = "a grammar that can be followed (docs/how_to/gateway.md)") -> RefusedRequest:
+    """Return the error for a grammar; of `why`, which may quote the whole grammar, the first part is told."""
     return RefusedRequest(_FIELD, why.strip().partition("\n<")[0][:_SHOWN], allowed)

@@ -53,7 +53,8 @@ def read_headers(file: Path) -> dict[str, TensorHeader]:
     """Read the header of a safetensors file; returns its tensors by name.
 
     Raises:
-        BrokenHeader: the header cannot be read, or does not match the file size.
+        BrokenHeader: the header cannot be read, or does not match the file size; or the file is a git-lfs pointer.
+        OSError: there is no such file, or it cannot be read.
     """
     size = file.stat().st_size
     if is_pointer(file):
@@ -110,7 +111,7 @@ class ModelFolder:
     head_dim: int
     hidden_size: int
     eos_token_ids: tuple[int, ...]
-    dtype: str
+    dtype: str  # of most weights; "quantised" if they are not floating-point
 
 
 def inspect_model_folder(path: Path | str) -> ModelFolder:
@@ -143,8 +144,8 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
 
 
 def _meant_by(folder: Path) -> str:
-    """Advice if the path does not exist: the most similar model folder beside it; or to download the model, if the path
-    looks like a hub name (owner/name); else ""."""
+    """Return advice to append for a path that is no model folder: the most similar model folder beside it; or to
+    download the model, if the path looks like a hub name (owner/name); else ""."""
     if os.path.isdir(folder.parent):
         near = nearest(folder.name, sorted(beside.parent.name for beside in folder.parent.glob("*/config.json")))
         return f"; {near}" if near.startswith("did") else ""
@@ -157,7 +158,8 @@ def _meant_by(folder: Path) -> str:
 
 
 def weights_dtype(folder: Path) -> str:
-    """The dtype of most weights of a model folder, such as "bfloat16"; "quantised" if most are not floating-point."""
+    """Return the dtype of most weights of a model folder that `inspect_model_folder` has accepted, such as "bfloat16";
+    "quantised" if most are not floating-point."""
     return _dtype_of(read_weights(folder).values())
 
 
@@ -169,8 +171,8 @@ def _dtype_of(tensors: Iterable[TensorHeader]) -> str:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Ids of the end-of-sequence tokens: from the generation config, else the config, else the tokenizer; empty if none
-    names one."""
+    """Return the ids of the end-of-sequence tokens: from the generation config, else the config, else the tokenizer;
+    empty if none names one. They are not checked against the vocabulary."""
     for name in ("generation_config.json", "config.json"):
         found = _read_json(folder / name, []).get("eos_token_id")
         if found is not None:
@@ -242,22 +244,23 @@ def shape_of(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The config of a model folder; {} if it cannot be read."""
+    """Return the contents of config.json of a model folder; {} if it cannot be read."""
     return _read_json(folder / "config.json", [])
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights of any format, or an adapter."""
+    """Whether a folder has a file of weights in any format, of an adapter, or an index of such files."""
     return any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
 
 
 def read_weights(folder: Path) -> dict[str, TensorHeader]:
-    """Tensor headers by name of a folder that `inspect_model_folder` has accepted."""
+    """Return the tensor headers, by name, of a folder that `inspect_model_folder` has accepted."""
     return _weights(folder, [])[0]
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, by tensor name, of a folder that `inspect_model_folder` has accepted."""
+    """Return the file of each tensor, by tensor name; empty for a folder without safetensors files. A folder that
+    `inspect_model_folder` has not accepted may raise BrokenHeader."""
     index = _read_json(folder / _INDEX, []).get("weight_map")
     if isinstance(index, dict):
         return {name: folder / file for name, file in index.items()}
@@ -266,8 +269,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHeader], int]:
-    """Tensor headers by name of the folder's weight files, and the total size of the files in bytes. Problems are
-    appended to `problems`."""
+    """Return the tensor headers, by name, of the folder's readable weight files, and the size of all weight files in
+    bytes. Problems are appended to `problems`."""
     index = folder / _INDEX
     tensors: dict[str, TensorHeader] = {}
     if index.exists():
@@ -299,6 +302,7 @@ def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHea
 
 
 def _no_weights(folder: Path) -> Problem:
+    """Return the problem of a folder without safetensors files: it has an adapter, pickled weights, or nothing."""
     if (folder / _ADAPTER).exists():
         found = "it holds no weights of its own: an adapter needs the model it was made for"
         return Problem(str(folder), found, "merge the adapter into its model, and save that")
@@ -333,8 +337,8 @@ def _check_vocabulary(
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Token ids by token from the contents of a tokenizer.json, including added tokens; empty for contents of another
-    form."""
+    """Return token ids by token from the contents of a tokenizer.json, including added tokens; empty for contents of
+    another form."""
     model = tokenizer.get("model")
     listed: Any = model.get("vocab", {}) if isinstance(model, Mapping) else {}
     try:

@@ -12,13 +12,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers in order, for any transformers model."""
+    """List the decoder layers in order, for any transformers model."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 def sharding_units(model: PreTrainedModel) -> list[nn.Module]:
-    """The modules that FSDP shards and gathers one after the other: embedding, output matrix, and each decoder layer. A
-    tied embedding is left out: it stays gathered with the rest of the model."""
+    """List the modules that FSDP shards and gathers one after the other: embedding, output matrix, and each decoder
+    layer. A tied embedding is left out: it stays gathered with the rest of the model."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
     ends = [] if tied else [module for module in (embedding, head) if module is not None]
@@ -26,7 +26,7 @@ def sharding_units(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers inside decoder layers, by name; without the output matrix."""
+    """Return the linear layers inside decoder layers, by name; without the output matrix."""
     inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
     return {n: module for n, module in model.named_modules() if isinstance(module, nn.Linear) and id(module) in inside}
 

@@ -64,7 +64,7 @@ class ModelShape(Record, frozen=True):
 
 
 def shape_of_model(facts: ModelFolder) -> ModelShape:
-    """Dimensions of the model in an inspected folder."""
+    """Return the dimensions of the model in an inspected folder, which must still have its config.json."""
     with quiet_transformers():
         text = AutoConfig.from_pretrained(facts.path, local_files_only=True).get_text_config()
     return ModelShape(

@@ -41,7 +41,7 @@ def skeleton(path: Path | str, attention: str | None = None) -> PreTrainedModel:
 
 
 def outlined(folder: Path) -> tuple[ModelFolder, PreTrainedConfig]:
-    """Facts and config of a model from its config.json, for a folder without weights.
+    """Return facts and config of a model from its config.json, for a folder without weights.
 
     Raises:
         ModelFolderError: config.json is broken or lacks a field, or transformers cannot create the model.
@@ -69,13 +69,11 @@ _SHOWN = 5
 
 def check_fit(folder: ModelFolder) -> PreTrainedConfig:
     """Check names, shapes and dtypes of a folder's weights against its config, and return the config. Weights are not
-    read.
-
-    Names that transformers translates while loading are not checked.
+    read, and names that transformers translates while loading are not checked.
 
     Raises:
         ModelFolderError: transformers cannot create the model; weights are missing, have another shape, or are not
-            floating-point numbers.
+            floating-point numbers (the first five are named).
     """
     place, model = str(folder.path), skeleton(folder.path)
     parameters = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=True)}

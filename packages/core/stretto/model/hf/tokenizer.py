@@ -75,8 +75,8 @@ class TextGuard:
                     yield begin
 
     def tree(self, value: Any) -> Any:
-        """Guard all strings in nested lists and mappings, including keys; returns a copy. Other values, and harmless
-        values of the template's own fields, stay."""
+        """Guard all strings in nested lists and mappings, including keys; returns a copy. Other values stay, and so do
+        values of the keys "role" and "type" that contain no special token."""
         match value:
             case str():
                 return self.text(value)
@@ -100,6 +100,7 @@ def unguarded(text: str) -> str:
 
 
 def _marked(character: str) -> str:
+    """Return the mark of three characters for one character; `_read` undoes it."""
     high, low = divmod(ord(character), 1 << 16)
     return _MARK + chr(_PLANE + high) + chr(_PLANE + low)
 
@@ -122,8 +123,9 @@ class Tokenizer:
         tokenizer.decode((3, 3, 1))       # "11": special tokens are left out
         tokenizer.eos_token_ids           # (1,)
 
-    Special tokens spelled in chat messages are encoded as text, unless `special_tokens_in_messages`. `kept`: texts of
-    special tokens that `decode` keeps, such as thinking tags; without the tags a thought would read as an answer.
+    Made by `load_tokenizer`. Special tokens spelled in chat messages are encoded as text, unless
+    `special_tokens_in_messages`. `kept`: texts of special tokens that `decode` keeps, such as thinking tags; without
+    the tags a thought would read as an answer. `place`: the folder, for messages.
     """
 
     place: str
@@ -134,7 +136,7 @@ class Tokenizer:
     kept: frozenset[str] = frozenset()
 
     def encode(self, text: str, *, special_tokens: bool = True) -> tuple[int, ...]:
-        """The token ids of `text`.
+        """Return the token ids of `text`; special tokens spelled in it become special tokens.
 
         Args:
             special_tokens: add the special tokens of the tokenizer's own template, such as a beginning-of-sequence
@@ -162,18 +164,18 @@ class Tokenizer:
         return found if isinstance(found, str) else "\n".join(found.values())
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], **arguments: Any) -> tuple[int, ...]:
-        """The token ids of a conversation in the folder's chat template, up to the start of the completion.
+        """Return the token ids of a conversation in the folder's chat template, up to the start of the completion.
         `arguments`: further variables for the template.
 
         Raises:
             ModelFolderError: the tokenizer has no chat template.
-            DataError: the template refuses the messages.
+            DataError: the template refuses the messages, or they have characters that the tokenizer does not know.
         """
         return self.encode_rendered(self.render_chat(messages, opening=True, **arguments))
 
     def encode_rendered(self, text: str) -> tuple[int, ...]:
-        """The token ids of a result of `render_chat`, or of a part of one. Only special tokens that the template has
-        written are encoded as special tokens. In message contents they are encoded as text, unless
+        """Return the token ids of a result of `render_chat`, or of a part of one. Only special tokens that the template
+        has written are encoded as special tokens. In message contents they are encoded as text, unless
         `special_tokens_in_messages`.
 
         Raises:
@@ -195,12 +197,12 @@ class Tokenizer:
         return (*found, *self._as_text(unguarded(text[at:])))
 
     def read_rendered(self, text: str) -> str:
-        """The readable text of a `render_chat` result."""
+        """Return the readable text of a result of `render_chat`, without marks."""
         return unguarded(text)
 
     def encode_content(self, text: str) -> tuple[int, ...]:
-        """The token ids of a message's content that continues a sequence. Special tokens in it are encoded as text,
-        unless `special_tokens_in_messages`.
+        """Return the token ids of a message's content that continues a sequence. Special tokens in it are encoded as
+        text, unless `special_tokens_in_messages`.
 
         Raises:
             DataError: the text has characters that the tokenizer does not know.
@@ -209,7 +211,7 @@ class Tokenizer:
         return found if self.special_tokens_in_messages or not self._controls(text) else tuple(self._as_text(text))
 
     def _controls(self, text: str) -> list[tuple[int, int, int]]:
-        """Special tokens in a text, each as (start, end, token id)."""
+        """List the special tokens in a text, each as (start, end, token id); `end` is exclusive."""
         whole, known = self._backend.encode(text, add_special_tokens=False), self._specials
         return [
             (start, end, token)
@@ -218,8 +220,8 @@ class Tokenizer:
         ]
 
     def _as_text(self, text: str) -> Sequence[int]:
-        """Token ids of a text, with special tokens encoded as text; DataError for characters that the tokenizer does
-        not know."""
+        """Return the token ids of a text, with special tokens encoded as text; empty for "". Raises DataError for
+        characters that the tokenizer does not know."""
         if not text:
             return ()
         found: Sequence[int] = self._blind.encode(text, add_special_tokens=False).ids
@@ -271,7 +273,7 @@ class Tokenizer:
 
     @property
     def vocabulary(self) -> dict[str, int]:
-        """Token ids by token."""
+        """Token ids by token, added tokens included."""
         return self._backend.get_vocab()
 
     @cached_property
@@ -284,21 +286,21 @@ class Tokenizer:
         return frozenset(token for token, text in self._specials.items() if text in self.kept)
 
     def serialized(self) -> str:
-        """The tokenizer as JSON of the `tokenizers` package, without padding and truncation."""
+        """Return the tokenizer as JSON of the `tokenizers` package, without padding and truncation."""
         backend = Backend.from_str(self._backend.to_str())
         backend.no_padding()
         backend.no_truncation()
         return backend.to_str()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, without special tokens except `kept` ones."""
+        """Return the text of `ids`, without special tokens except `kept` ones."""
         if self._kept.isdisjoint(ids):
             return self._backend.decode(ids, skip_special_tokens=True)
         return self.spell([token for token in ids if token not in self.special_token_ids])
 
     def text_of(self, token: int) -> str | None:
-        """The text of a single token, if the texts of tokens can simply be joined to the text of a sequence; else None.
-        An incomplete character reads as U+FFFD."""
+        """Return the text of a single token as `decode` does, if the texts of tokens can simply be joined to the text
+        of a sequence; else None. An incomplete character reads as U+FFFD."""
         if not self._joins_texts:
             return None
         if (text := self._texts.get(token)) is None:
@@ -314,14 +316,15 @@ class Tokenizer:
         return {}
 
     def spell(self, ids: Sequence[int]) -> str:
-        """The text of `ids`, including special tokens."""
+        """Return the text of `ids`, including special tokens."""
         return self._backend.decode(ids, skip_special_tokens=False)
 
     def name(self, token_id: int) -> str:
-        """The text of a single token, special or not."""
+        """Return the text of a single token, special or not."""
         return self.spell((token_id,))
 
     def _unknown(self, text: str, why: str) -> DataError:
+        """Return the error for a text that cannot be encoded; `why`: for the message."""
         known = self._backend.get_vocab()
         strange = sorted({character for character in text if character not in known})
         shown = text if len(text) <= 60 else text[:57] + "..."

@@ -92,7 +92,7 @@ def attention_by_products(
     softcap: float | None,
     scaling: float | None,
 ) -> Tensor:
-    """Attention as two matmuls with a softmax between, [B, H, L, D].
+    """Compute attention as two matmuls with a softmax between, [B, H, L, D].
 
     With a `softcap`, scores first become ``softcap * tanh(score / softcap)`` (Gemma 2). There may be one key head for
     several query heads. `hidden_LL`: added to the scores, -inf where masked. `scaling`: factor of the scores; None:
@@ -107,15 +107,15 @@ def attention_by_products(
 
 
 def _seen(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor:
-    """Mask [queries, keys] (bool), true where a query (row) sees a token (column): itself and earlier tokens within the
-    window (None: all). The queries are the last tokens."""
+    """Return a mask [queries, keys] (bool), true where a query (row) sees a token (column): itself and earlier tokens
+    within the window (None: all). `queries`, `keys`: their numbers; the queries are the last tokens."""
     places = torch.arange(keys, device=device)
     behind = places[keys - queries :, None] - places[None, :]
     return (behind >= 0) & (behind < (keys if window is None else window))
 
 
 def _in_bucket(query_BHLD: Tensor, key_BKED: Tensor, value_BKED: Tensor, rule: Rule) -> Tensor:
-    """Causal attention of B sequences, padded to one length E, for their last L tokens; returns [B, H, L, D]."""
+    """Compute the causal attention of B sequences, padded to one length E, for their last L tokens: [B, H, L, D]."""
     rows, heads, length, width = query_BHLD.shape
     kv_heads, end = key_BKED.shape[1:3]
     if rule.softcap is not None or _quicker_by_products(query_BHLD):
@@ -146,12 +146,13 @@ def _shares_heads(query: Tensor, masked: bool) -> bool:
 
 
 def _flash_takes(width: int) -> bool:
+    """Whether flash attention has a kernel for heads of this width."""
     return width <= _WIDEST_FLASH and width % _GRAIN_FLASH == 0
 
 
 def _by_blocks(query: Tensor, keys: Tensor, values: Tensor, hidden_LE: Tensor, rule: Rule) -> Tensor:
-    """`attention_by_products` for blocks of queries, so that at most `SCORES` scores are in memory, also in the
-    backward pass; rows of scores do not depend on each other. [B, K, G, L, D]"""
+    """Compute `attention_by_products` block by block of the queries, so that at most `SCORES` scores are in memory,
+    also in the backward pass. G: query heads of a key head; returns [B, K, G, L, D]."""
     rows, kv_heads, group, length, _ = query.shape
     block = max(1, SCORES // (rows * kv_heads * group * keys.shape[-2]))
     if block >= length:
@@ -175,8 +176,8 @@ def _computes_by_products(tensor: Tensor) -> bool:
 
 
 def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Causal attention of a few sequences without shared prefixes, [T, H, D]. Sequences are slices of the row, so no
-    gathers are needed."""
+    """Compute the causal attention of a few sequences without shared prefixes, [T, H, D]. Sequences are slices of the
+    row, so no gathers are needed."""
     columns = [x.split(packing.lengths) for x in (query_THD, key_TKD, value_TKD)]
     attended = []
     for sequence in zip(*columns, strict=True):
@@ -186,7 +187,8 @@ def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: 
 
 
 def bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Causal attention bucket by bucket, [T, H, D]: gather into cells, dense attention, gather back. For any device."""
+    """Compute causal attention bucket by bucket, [T, H, D]: gather into cells, dense attention, gather back. For any
+    device."""
     if len(packing.lengths) <= FEW_SEQUENCES and not packing.shares_prefixes:
         return _one_by_one(query_THD, key_TKD, value_TKD, packing, rule)
     sizes = [rows * length for rows, length in packing.buckets]
@@ -200,7 +202,8 @@ def bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Pac
 
 
 def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Flash attention over the packed row without padding, [T, H, D]. Only for CUDA and half precision."""
+    """Compute flash attention over the packed row without padding, [T, H, D]. Only for CUDA, half precision, and
+    packings without shared prefixes."""
     boundaries, window = packing.boundaries, rule.window
     # What `torch.nn.attention.varlen` calls; its own layer takes longer than the forward pass of short sequences.
     attended: Tensor = torch.ops.aten._flash_attention_forward(
@@ -232,7 +235,7 @@ def packed_attention(
     part: RowPart | None = None,
     **requested: Any,
 ) -> tuple[Tensor, None]:
-    """`attend_packed` with the signature of a transformers attention function. `part`: the tokens of this rank if
+    """Call `attend_packed` with the signature of a transformers attention function. `part`: the tokens of this rank if
     several ranks divide the row, else None. `attention_mask` is not read.
 
     Raises:
@@ -248,22 +251,23 @@ def packed_attention(
 
 
 def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Causal attention within each sequence of a packed row. `query`: [1, H, T, D], `key` and `value`: [1, K, T, D];
-    returns [1, T, H, D]."""
+    """Compute the causal attention within each sequence of a packed row. `query`: [1, H, T, D], `key` and `value`: [1,
+    K, T, D]; returns [1, T, H, D]."""
     query_THD, key_TKD, value_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     return attend_tokens(query_THD, key_TKD, value_TKD, packing, rule)[None]
 
 
 def attend_tokens(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """`attend_packed` of tensors of one dtype that lie token by token, [T, H, D]."""
+    """Compute `attend_packed` of tensors of one dtype that lie token by token: query [T, H, D], key and value [T, K,
+    D]; returns [T, H, D]."""
     plain = rule.dropout == 0.0 and rule.softcap is None and not packing.shares_prefixes
     flash = plain and value_TKD.is_cuda and value_TKD.dtype in _HALF and _flash_takes(value_TKD.shape[-1])
     return (_flash if flash else bucketed)(query_THD, key_TKD, value_TKD, packing, rule)
 
 
 def attend_last(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-    """Causal attention for the last T of the E tokens of one sequence. `query`: [1, H, T, D], `key` and `value`: [1, K,
-    E, D]; returns [1, T, H, D]."""
+    """Compute the causal attention for the last T of the E tokens of one sequence. `query`: [1, H, T, D], `key` and
+    `value`: [1, K, E, D]; returns [1, T, H, D]."""
     return _in_bucket(query.to(value.dtype), key, value, rule).transpose(1, 2)
 
 

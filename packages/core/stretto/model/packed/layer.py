@@ -42,7 +42,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling:
 
 
 def places_of(packing: Packing) -> Ints:
-    """[S, 4] start of each sequence's own tokens, of its shared prefix, the length of that, the sequence's length."""
+    """Return a table [S, 4]: for each sequence the index in the row of its first own token and of the first token of
+    its shared prefix, the number of shared tokens, and the sequence's length with them."""
     starts = packing.starts
     shared = packing.position_ids[0, starts]
     sources = packing.token_of_cell[packing.cell_of_token[starts] - shared]

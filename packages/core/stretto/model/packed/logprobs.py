@@ -38,6 +38,8 @@ _BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 class _Chosen(torch.autograd.Function):
+    """Computes `chosen_logprobs` block by block; without `entropy` the second output is zeros."""
+
     @staticmethod
     def forward(
         ctx: Any, logits_NV: Tensor, chosen_N: Tensor, entropy: bool, temperature: float
@@ -96,6 +98,7 @@ class _Chosen(torch.autograd.Function):
 
 
 def _blocks(logits_NV: Tensor) -> Iterator[slice]:
+    """Divide the rows into slices of at most `_BLOCK` logits, and at least one row."""
     rows = max(1, _BLOCK.get(logits_NV.device.type, 1 << 20) // logits_NV.shape[1])
     return (slice(first, first + rows) for first in range(0, len(logits_NV), rows))
 
@@ -103,8 +106,8 @@ def _blocks(logits_NV: Tensor) -> Iterator[slice]:
 def chosen_logprobs(
     logits_NV: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor | None]:
-    """log softmax(logits / temperature)[chosen], [N], and with `entropy` the entropies [N]; float32, differentiable
-    with respect to the logits.
+    """Compute log softmax(logits / temperature)[chosen], [N], and the entropies [N] (None without `entropy`). Both are
+    float32 and differentiable with respect to the logits.
 
     The backward pass overwrites the logits, so they must not be used elsewhere. autograd refuses a second backward
     pass.
@@ -127,7 +130,8 @@ Numbers = Sequence[int] | npt.NDArray[Any]
 
 
 def rows_of_chunk(device: torch.device, vocabulary: int) -> int:
-    """Number of rows of logits, of `vocabulary` numbers each, that may be in memory at once (`CHUNK_LOGITS`)."""
+    """Return how many rows of logits, of `vocabulary` numbers each, may be in memory at once (`CHUNK_LOGITS`); at least
+    1."""
     return max(1, CHUNK_LOGITS.get(device.type, 1 << 24) // vocabulary)
 
 
@@ -148,7 +152,8 @@ class PackedTokens:
     part: RowPart | None = None  # this rank's tokens if several ranks divide the row
 
     def divided(self, divide: DivideRow | None) -> PackedTokens:
-        """A copy of which this process computes the part that `divide` cuts; unchanged if `divide` is None."""
+        """Return a copy of which this process computes the part that `divide` cuts; the object itself if `divide` is
+        None, or it has a part already."""
         if divide is None or self.part is not None:
             return self
         return replace(self, part=divide(self.input_ids, self.packing.position_ids, self.before))
@@ -215,8 +220,8 @@ def _tensor(parts: Sequence[Ints], device: torch.device | str) -> Tensor:
 
 
 def _shared_prefixes(sequences: Sequence[Ints], prompts: Sequence[int]) -> list[tuple[int, int]]:
-    """Index of the sequence whose prompt each sequence shares, and number of shared tokens (`layout.pack`). The first
-    sequence with a prompt computes it for the others."""
+    """Return, for each sequence, the index of the one whose prompt it shares and the number of shared tokens (0: none),
+    as `layout.pack` takes them. The first sequence with a prompt computes it for the others."""
     first: dict[bytes, int] = {}
     prefixes = []
     for s, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
@@ -233,8 +238,8 @@ def token_logprobs(
     entropy: bool = False,
     chunk_logits: int | None = None,
 ) -> TokenLogprobs:
-    """log p(token | earlier tokens of its sequence) at each wanted position, [N], differentiable; with `entropy` also
-    the entropies [N]. `chunk_logits`: most logits in memory at once; None: `CHUNK_LOGITS`.
+    """Compute log p(token | earlier tokens of its sequence) at each wanted position, [N], differentiable; with
+    `entropy` also the entropies [N]. `chunk_logits`: most logits in memory at once; None: `CHUNK_LOGITS`.
 
     p is the engine's sampling distribution for this model: the float32 softmax of logits / temperature (> 0) over the
     tokens that top-k, top-p and min-p keep. The scored token always counts as kept: an older version has drawn it, so
@@ -280,8 +285,8 @@ def _all_logprobs(
     entropy: bool,
     chunk_logits: int | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities [N] and entropies [N] from hidden states, in chunks of at most `chunk_logits` logits (None:
-    `CHUNK_LOGITS`). `multiply`: applies the output matrix `head`."""
+    """Compute log-probabilities [N] and entropies [N] (None without `entropy`) from hidden states, in chunks of at most
+    `chunk_logits` logits (None: `CHUNK_LOGITS`). `multiply`: applies the output matrix `head`."""
     weight = cast(Tensor, head.weight)
     rows = rows_of_chunk(hidden_NW.device, len(weight)) if not chunk_logits else max(1, chunk_logits // len(weight))
     if not sampling.filtered and multiply is head and _is_matrix(head) and gpu_logprobs.computes(hidden_NW):
@@ -300,7 +305,7 @@ def _all_logprobs(
 
 
 def _is_matrix(head: nn.Module) -> bool:
-    """Whether an output matrix is no more than a product with its weight."""
+    """Whether an output matrix does nothing but multiply by its weight: no bias, no hooks, not sharded."""
     hooks = head._forward_hooks or head._forward_pre_hooks or head._backward_hooks or head._backward_pre_hooks
     return type(head) is nn.Linear and head.bias is None and type(head.weight) is nn.Parameter and not hooks
 
@@ -332,13 +337,15 @@ def check_policy(model: PreTrainedModel) -> None:
 
 
 def hidden_states(model: PreTrainedModel, packed: PackedTokens) -> Tensor:
-    """The last hidden states of the model's body, [T, W], at the packed tokens that this rank computes."""
+    """Compute the last hidden states of the model's body, [T, W], at the packed tokens that this rank computes: all,
+    unless `packed` has a part."""
     ids = packed.input_ids if packed.part is None else packed.part.input_ids
     hidden: Tensor = model.base_model(ids, **_arguments(packed)).last_hidden_state[0]
     return hidden
 
 
 def _arguments(packed: PackedTokens) -> dict[str, Any]:
+    """Return the keyword arguments of a model's forward for the packed tokens."""
     whole = {"position_ids": packed.packing.position_ids, "use_cache": False, "packing": packed.packing}
     return whole if packed.part is None else whole | {"position_ids": packed.part.position_ids, "part": packed.part}
 
@@ -346,6 +353,7 @@ def _arguments(packed: PackedTokens) -> dict[str, Any]:
 def _head_logprobs(
     multiply: Callable[[Tensor], Tensor], hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
+    """Compute what `_all_logprobs` does, in one chunk."""
     logits_NV = multiply(hidden_NW)
     if not sampling.filtered:
         return chosen_logprobs(logits_NV, targets_N, entropy=entropy, temperature=sampling.temperature)
