@@ -148,7 +148,7 @@ def _no_prompt(place: str, given: object) -> RefusedRequest:
 
 def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
     """Return the sampling settings of the completions that a trainer is trained on. `given`: the settings that differ
-    from the defaults.
+    from the defaults; None: none does.
 
     Raises:
         RecipeError: a setting does not exist, or `temperature` is not above 0. Other values are not checked.
@@ -165,8 +165,8 @@ def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
 
 
 def optimizer_of(given: Mapping[str, Any], place: str) -> OptimizerConfig:
-    """Return the optimizer settings of a trainer. `given`: the settings that differ from the defaults; `place`: name of
-    the called function, for messages.
+    """Check and return the optimizer settings of a trainer. `given`: the settings that differ from the defaults;
+    `place`: name of the called function, for messages.
 
     Raises:
         RecipeError: a setting does not exist or is out of range, or is one of `warmup_steps` and `schedule`, which only

@@ -86,8 +86,8 @@ def background() -> Background:
 
 @contextmanager
 def told_if_slow(name: str, said: Path) -> Iterator[None]:
-    """Log a warning if the block takes longer than two seconds: `name` is still starting, and its output is in
-    `said`."""
+    """Context manager: log a warning if the block takes longer than two seconds: `name` is still starting, and its
+    output is in `said`, a file or folder."""
     words = ("%s: still starting; what it says is in %s", name, said)
     timer = threading.Timer(_QUIET_SECONDS, log.warning, words)
     timer.daemon = True

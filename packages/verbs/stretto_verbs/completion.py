@@ -68,11 +68,12 @@ def mark_of(tokenizer: Tokenizer) -> str:
 
 
 def check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
-    """Check the numbers of a completion, and that it was sampled with the tokenizer of the prompts. `place`: name of
-    the argument, for messages.
+    """Check the numbers of a completion, and that it was sampled with the tokenizer of the prompts.
 
     Args:
-        mark: hash of that tokenizer's vocabulary; "": not known.
+        mark: of that tokenizer (`mark_of`). "": not known; then tokenizers are not compared, nor if the completion has
+            no mark.
+        place: name of the argument, for messages.
 
     Raises:
         DataError: a log-probability is above 0 or NaN, a token id or version is negative, or the tokenizer is another

@@ -104,7 +104,7 @@ Data = Batch | Sequence[Datum]
 @dataclass(frozen=True)
 class Forward:
     """Result of `Trainer.forward` and `forward_backward`: log-probabilities under the policy before the step, the loss
-    (NaN for `forward`), and metrics (docs/reference/metrics.md).
+    (NaN for `forward`), and metrics (docs/reference/metrics.md; none of `forward`).
 
     Example::
 
@@ -116,7 +116,7 @@ class Forward:
     logprobs: tuple[tuple[float, ...], ...]
     loss: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
-    ids: tuple[str, ...] = field(default=(), repr=False)
+    ids: tuple[str, ...] = field(default=(), repr=False)  # of the sequences: place in a list, or path of a trajectory
 
 
 def listed(data: Any, place: str) -> Data:
@@ -139,7 +139,7 @@ def listed(data: Any, place: str) -> Data:
 
 
 def sample_of(datum: Datum, number: int, *, sampled: bool, longest: int | None = None) -> Sample:
-    """Convert a datum to the trainer's `Sample`, with `number` as its id.
+    """Convert a datum, which `check_data` has accepted, to the trainer's `Sample` with `number` as its id.
 
     Args:
         sampled: take over log-probabilities and advantages, which the datum must have (`check_sampled`); otherwise all
@@ -164,8 +164,8 @@ def sample_of(datum: Datum, number: int, *, sampled: bool, longest: int | None =
 
 
 def datum_of(sample: Sample) -> Datum:
-    """Convert a sample of a batch to a datum. Its loss tokens get weight 1, their log-probabilities, advantages and
-    staleness; all other positions get zeros."""
+    """Convert a sample of a batch to a datum of all its tokens. Positions of loss tokens have weight 1, and the
+    sample's log-probabilities, advantages and staleness; all other positions have zeros."""
     positions, at = len(sample.token_ids) - 1, np.asarray(sample.loss_positions) - 1
 
     def spread(values: Sequence[float] | np.ndarray[Any, Any], kind: type) -> tuple[Any, ...]:
@@ -286,6 +286,7 @@ def check_batch(batch: Batch, version: int, vocabulary: int, mark: str, place: s
 
 
 def _problems(one: object, vocabulary: int, longest: int, number: int, place: str) -> list[Problem]:
+    """List the mistakes in datum number `number`; other arguments are those of `check_data`."""
     where, found = f"{place}: data[{number}]", list[Problem]()
     if not isinstance(one, Datum):
         return [Problem(where, f"is a {type(one).__name__}", "give a stretto.Datum")]

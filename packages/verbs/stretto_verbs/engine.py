@@ -239,6 +239,7 @@ class LocalEngine:
         return background().start(self._sampled(self._asked(prompt, n, seed, seeds, turn, sampling), turn))
 
     async def _sampled(self, request: GenerateRequest, turn: tuple[Ticket, int] | None) -> list[TextCompletion]:
+        """Sample the completions of a request in the order of its seeds; those of a ticket in the ledger are journaled."""
         if self._tickets is not None and turn is not None and turn[0].group_id in self._tickets:
             return self._texts([request], [await self._tickets.turn(*turn, request)])
         if self._tickets is not None and request.id in self._tickets:
@@ -257,6 +258,7 @@ class LocalEngine:
         turn: tuple[Ticket, int] | None,
         sampling: SamplingSettings,
     ) -> GenerateRequest:
+        """Check the arguments of `sample`, and return the request. With a ledger, a ticket's has the id of its group."""
         check("sample", n=(n, COUNT), seed=(seed, WHOLE.or_none), seeds=(seeds, SEEDS.or_none))
         check("sample", turn=(turn, _TURN.or_none))
         alone = n == 1 and seed is None
@@ -306,18 +308,13 @@ class LocalEngine:
             EngineLost: the engine is closed.
             StrettoError: the model's logits are not finite.
         """
-        sampling: SamplingSettings = {
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "top_k": top_k,
-            "min_p": min_p,
-            "stop": stop,
-        }
+        sampling = SamplingSettings(
+            max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, stop=stop
+        )
         check("generate", seed=(seed, WHOLE.or_none))
-        first = secrets.randbits(63) if seed is None else seed
-        asked = enumerate(prompts_of(prompts))
-        requests = [self._request(prompt, (derive_seed(first, at),), sampling) for at, prompt in asked]
+        asked = prompts_of(prompts)
+        seeds = _seeds(len(asked), seed, None)
+        requests = [self._request(prompt, (own,), sampling) for prompt, own in zip(asked, seeds, strict=True)]
         return self._texts(requests, background().call(self._source.generate(requests)) if requests else [])
 
     def chat(
@@ -327,7 +324,8 @@ class LocalEngine:
         template_arguments: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> list[TextCompletion]:
-        """Sample the next message of each conversation, rendered by the chat template of the model folder.
+        """Sample the next message of each conversation, rendered by the chat template of the model folder; returns them
+        in the order of the conversations.
 
         Args:
             messages: one conversation, or a list; a conversation is a list of messages with ``role`` and ``content``.
@@ -336,8 +334,9 @@ class LocalEngine:
 
         Raises:
             ModelFolderError: the tokenizer has no chat template.
-            DataError: the template refuses the messages.
+            DataError: the template refuses the messages, or as for `generate`.
             RefusedRequest: `messages` is not as described, or as for `generate`.
+            EngineLost, StrettoError: as for `generate`.
         """
         if not isinstance(messages, list | tuple):
             raise RefusedRequest("messages", f"{messages!r:.80} is of the type {type(messages).__name__}", _CHAT)
@@ -352,19 +351,21 @@ class LocalEngine:
 
     def score(self, texts: Asked | Sequence[Asked]) -> list[tuple[float, ...]]:
         """Compute the log-probability of every token but the first of each text, under the current weights at
-        temperature 1. Returns one tuple for each text.
+        temperature 1. Returns one tuple for each text; it is empty for a text of one token.
 
         Args:
             texts: one text, or a list; each is a text or token ids, as for `generate`.
 
         Raises:
-            RefusedRequest, DataError, EngineLost: as for `generate`.
+            RefusedRequest: a text is empty or longer than the context, has a token id outside of the vocabulary, or is
+                neither text nor token ids.
+            DataError, EngineLost: as for `generate`.
         """
         tokens = [self._tokens(text) for text in prompts_of(texts)]
         return background().call(self._source.score(tokens))
 
     def close(self) -> None:
-        """Abort all completions, and free the engine's memory or end its processes."""
+        """Abort all completions, and free the engine's memory or end its processes. Later calls raise EngineLost."""
         ending = self._end()
         if ending is not None and not background().here:
             ending.result(_END_SECONDS)
@@ -381,23 +382,22 @@ class LocalEngine:
     def _request(
         self, prompt: str | tuple[int, ...], seeds: Sequence[int], settings: SamplingSettings
     ) -> GenerateRequest:
+        """Check the settings, and return the request for one completion per seed, under a new id.
+
+        Raises:
+            DataError: a setting does not exist or has the wrong type, or the tokenizer does not know a character.
+        """
         _check_settings(settings)
-        stop = settings.get("stop", ())
-        sampling = Sampling(
-            max_tokens=settings.get("max_tokens", MOST_TOKENS),
-            temperature=settings.get("temperature", 1.0),
-            top_p=settings.get("top_p", 1.0),
-            top_k=settings.get("top_k", 0),
-            min_p=settings.get("min_p", 0.0),
-            stop_token_ids=tuple(settings.get("stop_token_ids", self.tokenizer.eos_token_ids)),
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            grammar=settings.get("grammar", ""),
-        )
+        given: dict[str, Any] = {"max_tokens": MOST_TOKENS, "stop_token_ids": self.tokenizer.eos_token_ids, **settings}
+        stop, likeliest = given.pop("stop", ()), given.pop("top_logprobs", 0)
+        given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        sampling = Sampling(stop=(stop,) if isinstance(stop, str) else tuple(stop), **given)
         self._requests += 1
-        name, likeliest = str(self._requests), settings.get("top_logprobs", 0)
-        return GenerateRequest(name, self._tokens(prompt), tuple(seeds), sampling, top_logprobs=likeliest)
+        name, tokens = str(self._requests), self._tokens(prompt)
+        return GenerateRequest(name, tokens, tuple(seeds), sampling, top_logprobs=likeliest)
 
     def _texts(self, requests: Sequence[GenerateRequest], found: Sequence[Completion]) -> list[TextCompletion]:
+        """Convert completions, in the order of the requests and of their seeds."""
         places = {request.id: at for at, request in enumerate(requests)}
         return [self._text(one) for one in sorted(found, key=lambda one: (places[one.request], one.member))]
 

@@ -174,7 +174,7 @@ class FolderLedger(_AnyThread):
             Ledger.put(self, ENDING, ending)
 
     def batches(self, after: int) -> Sequence[Batch]:
-        """Read the recorded batches of all steps after step `after`.
+        """Read the recorded batches of all steps after step `after`, oldest first; empty if there are none.
 
         Raises:
             StoreError: a batch is not recorded completely.
@@ -183,7 +183,7 @@ class FolderLedger(_AnyThread):
         return list(read_batches(self._file_of_all, after, self.last_step() or after))
 
     def unfinished(self) -> Sequence[UnfinishedGroup]:
-        """Read the groups that are in flight or buffered, in the order of their admission.
+        """Read the groups that are in flight (without trajectories) or buffered, in the order of their admission.
 
         Raises:
             StoreError: a group is not recorded completely.
@@ -197,6 +197,7 @@ class FolderLedger(_AnyThread):
         self._close(Ending("finished"))
 
     def _close(self, ending: Ending) -> None:
+        """Record the ending, close the file and unlock the folder; later calls do nothing."""
         with self.lock:
             try:
                 if not self.closed:
@@ -268,7 +269,7 @@ class TicketsInFlight:
         return self._ledger.awaits(group)
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
-        """Sample all completions of a group; returns them in the order of its members.
+        """Sample all completions of a group, whose id is that of `request`; returns them in the order of its members.
 
         Raises:
             RefusedRequest: the group is being sampled already, or turn by turn, or an engine refused it.
@@ -324,6 +325,8 @@ class TicketsInFlight:
                 return
 
     async def _kept(self) -> bool:
+        """Journal new tokens once, and forget groups that are no longer in flight; returns False once the ledger is
+        closed."""
         await self._in_flight.keep(_KEEP_SECONDS)
         with self._ledger.lock:
             if self._ledger.closed:

@@ -50,7 +50,8 @@ class Wanted:
 
 
 def wanted(loss: Loss, settings: Mapping[str, Any], place: str) -> Wanted:
-    """Check a loss and its settings, and return both as `Wanted`.
+    """Check a loss and its settings, and return both as `Wanted`. Of a function only the settings are checked
+    (`check_own`).
 
     Args:
         settings: further keys of ``[algorithm]``; `aggregation` may also be "sum".
@@ -99,7 +100,7 @@ def by_sample(part: Minibatch, samples: Mapping[str, Sample], found: Sequence[Te
 
 
 def columns_of(tensors: Sequence[Tensor]) -> tuple[tuple[float, ...], ...]:
-    """The numbers of each tensor, flattened."""
+    """Return the numbers of each tensor as a flat tuple."""
     return tuple(tuple(one.flatten().tolist()) for one in tensors)
 
 
@@ -114,11 +115,12 @@ def own_gradient(
     Args:
         learner: holds the model.
         part: the samples as micro-batches.
-        data: the sequences that the function is called with.
+        samples, data: the same sequences in the same order, for the model and for the function.
+        loss: with the user's function, which is called once.
         place: name of the called method, for messages.
 
     Returns:
-        Value of the loss, its metrics, and the log-probabilities of each sample.
+        Value of the loss, its metrics, and the log-probabilities of each sample's scored tokens.
 
     Raises:
         RecipeError: the function returns no tensor with a gradient, or metrics that are not numbers.
@@ -154,12 +156,15 @@ def _by_position(logprobs: Tensor, sample: Sample) -> Tensor:
 
 
 def _slope(logprobs: Tensor) -> Tensor:
+    """Return the gradient of the loss with respect to the log-probabilities; zeros if the loss does not use them."""
     return torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
 
 
 def _valued(
     loss: Wanted, logprobs: Sequence[Tensor], data: Sequence[object], place: str
 ) -> tuple[Tensor, dict[str, float]]:
+    """Call the user's function, and return its loss without dimensions, and its metrics (empty if it returns none).
+    Raises RecipeError for another kind of result."""
     assert loss.own is not None, "it is the user's"
     found: Any = loss.own(logprobs, data)  # whatever a user's function returns
     value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
@@ -181,8 +186,9 @@ def _no_loss(loss: Wanted, place: str, value: object) -> RecipeError:
 
 
 def check_own(loss: Wanted, proximal: object, place: str) -> None:
-    """Check that a user's loss can be called, and that no setting is given which it would ignore. `proximal`: that of
-    `forward_backward`, None if not given; `place`: name of the called method, for messages.
+    """Check that a user's function can be called with two arguments, and that no setting is given which it would
+    ignore. `loss`: with the function. `proximal`: that of `forward_backward`, None if not given; `place`: name of the
+    called method, for messages.
 
     Raises:
         RecipeError: the signature is wrong, or a setting would be ignored; names each of them.
@@ -208,8 +214,8 @@ def check_own(loss: Wanted, proximal: object, place: str) -> None:
 
 
 def check_data_settings(settings: Mapping[str, Any], place: str) -> None:
-    """Check that `settings` have none for computing advantages, nor a divergence in their rewards: a list of data has
-    its own advantages. `place`: name of the called method, for messages.
+    """Check that `settings`, keys of ``[algorithm]``, have none that compute advantages (`advantages`, `shaping`, a
+    `reference` in the rewards): a list of data has its own. `place`: name of the called method, for messages.
 
     Raises:
         RecipeError: such a setting is given; names each of them.

@@ -68,7 +68,7 @@ class SharedModel:
 
         Args:
             lora: settings of the adapters; None: no adapters.
-            attention: name of the attention implementation (transformers).
+            attention: name of the attention path (`model.hf.folder.load_policy`).
             **adapters: further arguments of `trainer.adapters.adapt`.
         """
         kernels = [module.kernel for module in self._model.modules() if isinstance(module, OneDnnLinear)]
@@ -138,14 +138,14 @@ class PolicyWeights:
 
 def trainable(folder: Path, device: str) -> PreTrainedModel:
     """Load a policy in float32 for training. Raises ModelFolderError if the folder cannot be loaded, or the packed path
-    does not compute what its family does."""
+    does not compute what its family does; RecipeError if torch sees no such device."""
     check_family_of(folder)
     return load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=device)
 
 
 def base_marks(folder: Path) -> dict[str, int]:
-    """Marks of the weights in a model folder, by their names: a hash of the first numbers of each. A copy of the folder
-    in bfloat16 has the same. Empty if there are none, as of a folder in float16, which rounds otherwise.
+    """Compute a mark of each weight in a model folder, by its name: a hash of its first numbers. A copy of the folder
+    in bfloat16 has the same marks. Empty for a folder in float16, which rounds otherwise.
 
     Adapters are the difference to a base: beside another one, such as the model before its fine-tuning, they are
     another policy, though shapes and tokenizer are the same.
@@ -163,18 +163,22 @@ def base_marks(folder: Path) -> dict[str, int]:
 
 
 def _mark(numbers: Tensor) -> int:
+    """Compute a hash of the first 64 numbers, rounded to bfloat16."""
     raw = numbers.flatten()[:_MARKED].to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     return int.from_bytes(blake2b(raw, digest_size=8).digest())
 
 
 def differs(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
-    """Name of a weight with other marks in two folders; "" if there is none. Weights that only one has do not count."""
+    """Return the name of a weight with other marks in two folders; "" if there is none. Weights that only one has do
+    not count."""
     return next((name for name, mark in ours.items() if theirs.get(name, mark) != mark), "")
 
 
 def check_base(weights: PolicyWeights, folder: Path | None) -> Path | None:
-    """Check that adapters belong to the model of an engine; returns what is known of the engine's base weights after it
-    has taken the weights. `folder`: whose weights these are now; None: not known.
+    """Check that an engine may load weights: adapters must have been trained beside its base weights.
+
+    `folder`: model folder that the engine's base weights are from; None: not known, and not compared. Returns the same
+    for the time after the engine has loaded `weights`: `folder` for adapters, None for a whole policy.
 
     Raises:
         DataError: the adapters were trained beside other weights.
@@ -188,7 +192,8 @@ def check_base(weights: PolicyWeights, folder: Path | None) -> Path | None:
 
 
 def with_base(write: Callable[[Path], None], base: Mapping[str, int]) -> Callable[[Path], None]:
-    """A function that writes a checkpoint and beside it, if there are any, the marks of its base (`base_marks`)."""
+    """Return a function that calls `write` with the folder of a checkpoint and adds a file with `base`, the marks of
+    its base weights (`base_marks`); no file if there are none."""
 
     def both(folder: Path) -> None:
         write(folder)

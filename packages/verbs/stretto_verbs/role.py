@@ -23,8 +23,9 @@ from stretto_verbs.trainer_apart import UNDO, TrainerArguments, TrainerCall, rec
 
 
 def serve(connection: Connection) -> None:
-    """Create a trainer from the first message, then carry out one method call per message, until the caller closes the
-    connection. An error of a call is sent back as its result; if creating the trainer fails, this returns."""
+    """Create a trainer from the first message, then carry out one method call per message. Each is answered by a
+    `CallResult`; an error of a call is part of it. Returns once the caller closes the connection, or if the trainer
+    cannot be created."""
     trainer: LocalTrainer | None = None
     before: Gradient = []
     while True:
@@ -81,7 +82,8 @@ def _portable(error: Exception | None) -> Exception | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the process; returns its exit code. `arguments`: the `TrainerArguments` as JSON."""
+    """Run the process until its caller closes the connection; returns the exit code 0. `arguments`: one text, the
+    `TrainerArguments` as JSON."""
     descriptor, threads, path = msgspec.json.decode(arguments[0], type=TrainerArguments)
     begin_role()
     torch.set_num_threads(threads)

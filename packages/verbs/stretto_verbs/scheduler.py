@@ -176,7 +176,8 @@ class GroupScheduler:
             return ticket
 
     async def tickets(self) -> AsyncIterator[Ticket]:
-        """Yield the ticket of each group as soon as it is admitted; never ends."""
+        """Yield the ticket of each group as soon as it may be admitted, waiting for calls of other methods in the same
+        event loop; never ends."""
         while True:
             while (ticket := self.admit()) is not None:
                 yield ticket
@@ -250,7 +251,7 @@ class GroupScheduler:
         return self._shown
 
     async def batch(self) -> Batch:
-        """Wait for the next batch and return it, as `take`."""
+        """Wait until `take` has a batch, and return it."""
         while (batch := self.take()) is None:
             await self._change()
         return batch
@@ -279,6 +280,7 @@ class GroupScheduler:
         self._changed.set()
 
     def _advance(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Record the step that leads to `version`, and let groups that are now too stale expire."""
         self._version = version
         self._controller.observe(version, metrics)  # before the update is on record: a resume observes each step once
         if self._ledger is not None:
@@ -313,6 +315,7 @@ class GroupScheduler:
             raise DataError([Problem(f"{place}: ticket", told, "give the ticket that `admit` of this one returned")])
 
     def _settled(self) -> None:
+        """Write the ledger to disk, and wake `tickets` and `batch`."""
         if self._ledger is not None:
             self._ledger.flush()
         self._changed.set()
@@ -325,6 +328,8 @@ class GroupScheduler:
         self._changed.clear()
 
     def _segment(self, turn: TextCompletion | Sequence[int], place: str) -> Segment:
+        """Convert a turn, sampled or given, to a segment. Raises DataError if it cannot be one; `place`: of the turn,
+        for messages."""
         if not isinstance(turn, TextCompletion):
             given = prompt_of(place, turn)
             if isinstance(given, str):
@@ -363,6 +368,8 @@ class GroupScheduler:
         return ledger.get(CONTROLLER, ControllerState) or ControllerState()
 
     def _restore(self, ledger: FolderLedger, state: ControllerState) -> None:
+        """Put the ledger's unfinished groups back into the controller; tickets of those in flight go to `_restored`.
+        Raises RunFolderError for a group whose prompt this scheduler does not have."""
         for group in ledger.unfinished():
             try:
                 ticket = self._controller.restore(
@@ -434,6 +441,8 @@ class _Forgetful:
 
 
 def _prompt(given: Any, number: int, tokenizer: Tokenizer | None) -> Prompt:
+    """Convert one of the scheduler's prompts; its id is its `number` unless it is a `Prompt`. Raises DataError or
+    RefusedRequest for anything that is no prompt, and for a text without a tokenizer."""
     if isinstance(given, Prompt):
         return given
     place, answer = f"Scheduler: prompts[{number}]", ""
@@ -450,6 +459,8 @@ def _prompt(given: Any, number: int, tokenizer: Tokenizer | None) -> Prompt:
 
 
 def _verdict(reward: object, place: str) -> Verdict:
+    """Convert a reward: None is undecided, above 0 right, else wrong. Raises DataError for anything but a finite
+    number; `place`: for the message."""
     if reward is None:
         return Verdict(Outcome.UNDECIDED, None, "not judged")
     value = _number(reward, place)
@@ -459,7 +470,7 @@ def _verdict(reward: object, place: str) -> Verdict:
 
 
 def _number(given: object, place: str) -> float:
-    """Convert a number of Python, numpy or torch to a float; DataError for anything else. `place`: name of the
+    """Convert a number of Python, numpy or torch to a float. Raises DataError for anything else. `place`: name of the
     argument, for the message."""
     value = plain(given)
     if not isinstance(value, int | float):

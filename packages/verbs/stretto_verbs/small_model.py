@@ -55,6 +55,7 @@ class _Index(Record, frozen=True):
 
     @classmethod
     def of(cls, command: str, folder: Path) -> _Index:
+        """Look at all files in a folder, which `command` has written."""
         known = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
         return cls(command, {name: (one.st_size, one.st_mtime_ns) for name, one in known.items() if name != _INDEX})
 
@@ -82,6 +83,7 @@ def replacing(folder: Path, command: str) -> Iterator[None]:
 
 
 def _written(folder: Path) -> _Index | None:
+    """Read the index that is in a folder; None if there is none, or none that can be read."""
     try:
         return msgspec.json.decode((folder / _INDEX).read_bytes(), type=_Index)
     except (OSError, *UNREADABLE):

@@ -46,8 +46,7 @@ class SourceHere:
 
     @property
     def engines(self) -> Engines:
-        """Interface of this source for the rollout of a run (`Engines`): a call of `generate` takes one request, which
-        may have prefixes."""
+        """This source as the `Engines` of a run: a call of `generate` takes one request, which may have prefixes."""
         return _OneAtATime(self)
 
     async def version(self) -> int:
@@ -106,6 +105,7 @@ class SourceHere:
         self._steps.cancel()
 
     def _check_open(self) -> None:
+        """Raise the error with which the engine has ended, or EngineLost if it was closed."""
         if not self._steps.done():
             return
         if not self._steps.cancelled():
@@ -134,9 +134,8 @@ def _digests_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorDigest]:
 
 
 class SourceApart:
-    """One or several engines in processes of their own, with the methods of `SourceHere`; `update` also waits until all
-    engines have the weights. An engine that dies is replaced, and its completions start again from their first token.
-    """
+    """One or several engines in processes of their own, with the methods of `SourceHere`. An engine that dies is
+    replaced, and its completions start again from their first token."""
 
     def __init__(self, model: Path, config: EngineConfig, deadlines: DeadlinesConfig) -> None:
         """Start the engines; returns when all are ready. `model`: model folder.
@@ -183,6 +182,7 @@ class SourceApart:
         )
 
     async def _start(self) -> None:
+        """Start the engines and the tasks that replace and update them; returns when all are ready."""
         if self._base:
             await asyncio.to_thread(self._publisher.publish, 0, self._base.items())
         await self._pool.start(0)
@@ -201,6 +201,7 @@ class SourceApart:
         return [one for found in await asyncio.gather(*map(self._generated, requests)) for one in found]
 
     async def _generated(self, request: GenerateRequest) -> list[Completion]:
+        """Sample the completions of one request, in the order of its members."""
         try:
             return [completion async for completion in self._in_flight.generate(request)]
         finally:
@@ -211,6 +212,14 @@ class SourceApart:
         return await self._pool.score(texts)
 
     async def update(self, weights: PolicyWeights) -> None:
+        """Publish new weights, and wait until all engines have loaded them. Weights that are in use are not loaded
+        again.
+
+        Raises:
+            RefusedRequest: the weights are older than those in use, or other ones of the same version.
+            TornPublication: the weights belong to another model.
+            EngineLost: the engine is closed.
+        """
         self._check_open()
         async with self._changing:
             if weights.version < (used := self._pool.published):
@@ -229,12 +238,15 @@ class SourceApart:
             await self._pool.reach(weights.version)
 
     def close(self) -> Future[None] | None:
+        """Begin to end the processes; returns a future of their end, None if it was called before. May be called in any
+        thread."""
         if self._closed:
             return None
         self._closed = True
         return background().start(self._stop())
 
     async def _stop(self, *, keep_logs: bool = False) -> None:
+        """End the processes, and remove published weights, sockets and (unless `keep_logs`) the logs beside them."""
         await cancel_and_wait(self._tasks)
         await self._pool.stop(_GRACE_SECONDS)
         remove(self._name, self._folder)
@@ -242,6 +254,7 @@ class SourceApart:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _check_open(self) -> None:
+        """Raise EngineLost if this source was closed, or the error with which an engine could not be replaced."""
         if self._closed:
             raise EngineLost("engine", "is closed; load another one")
         for task in self._tasks:

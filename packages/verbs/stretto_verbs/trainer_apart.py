@@ -179,7 +179,8 @@ class TrainerApart:
         self._call("export", _place(folder, "export"), adapters_only=adapters_only)
 
     def close(self) -> None:
-        """End the process; this releases the locks of the folders that it has saved to."""
+        """End the process, and release the locks of the folders that it has saved to. Later calls raise
+        StrettoError."""
         self._ended = self._ended or StrettoError("the trainer is closed; make another one")
         if (ending := self._end()) is not None:
             ending.result(2 * _GRACE_SECONDS + 5)
@@ -219,6 +220,7 @@ class TrainerApart:
             self._result(self._begin(UNDO, _packed(UNDO, (), {})), None)
 
     def _begin(self, method: str, packed: bytes) -> int:
+        """Send a call; returns its number, whose result is owed from now on."""
         number = next(self._numbers)
         self._owed, self._undo = number, method == "forward_backward"
         with self._message():
@@ -226,8 +228,8 @@ class TrainerApart:
         return number
 
     def _result(self, number: int, seconds: float | None) -> CallResult:
-        """Wait for the result of call `number`, skipping those of interrupted ones; DeadlineExceeded after
-        `seconds`."""
+        """Wait for the result of call `number`, skipping those of interrupted ones. Raises DeadlineExceeded after
+        `seconds` (None: never)."""
         while True:
             if not self._near.poll(seconds):
                 raise DeadlineExceeded("trainer", "its process to be ready", seconds or 0.0)
@@ -251,14 +253,14 @@ class TrainerApart:
 
 
 def _place(folder: str | Path, verb: str) -> Path:
-    """Make the path of a folder absolute, for a process with another working directory; DataError if `folder` is no
-    path."""
+    """Make the path of a folder absolute, since the process may have another working directory. Raises DataError if
+    `folder` is no path. `verb`: name of the called method, for messages."""
     check(verb, folder=(folder, FOLDER))
     return Path(folder).expanduser().absolute()
 
 
 def _packed(method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bytes:
-    """Pickle the arguments of a call; RecipeError if one cannot be pickled. Nothing has been sent then."""
+    """Pickle the arguments of a call. Raises RecipeError if one cannot be pickled; nothing has been sent then."""
     try:
         return pickle.dumps((arguments, dict(named)), pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # pickling a user's object may raise anything
@@ -281,8 +283,8 @@ def _check_function(loss: Any) -> None:
 
 
 def _end(process: RoleProcess, connection: Connection, folder: Path) -> Future[None]:
-    """Begin to end the process and to remove its folder; returns a future of the end. Does not wait, since the garbage
-    collector may call this in any thread."""
+    """Begin to end the process and to remove `folder`, which has its log; returns a future of the end. Does not wait,
+    since the garbage collector may call this in any thread."""
     connection.close()
     ending = background().start(process.stop(_GRACE_SECONDS))
     ending.add_done_callback(lambda _: shutil.rmtree(folder, ignore_errors=True))
