@@ -239,7 +239,7 @@ class LocalEngine:
         return background().start(self._sampled(self._asked(prompt, n, seed, seeds, turn, sampling), turn))
 
     async def _sampled(self, request: GenerateRequest, turn: tuple[Ticket, int] | None) -> list[TextCompletion]:
-        """Sample the completions of a request in the order of its seeds; those of a ticket in the ledger are journaled."""
+        """Sample the completions of a request in the order of its seeds, journaled if the ledger has their ticket."""
         if self._tickets is not None and turn is not None and turn[0].group_id in self._tickets:
             return self._texts([request], [await self._tickets.turn(*turn, request)])
         if self._tickets is not None and request.id in self._tickets:
@@ -258,7 +258,7 @@ class LocalEngine:
         turn: tuple[Ticket, int] | None,
         sampling: SamplingSettings,
     ) -> GenerateRequest:
-        """Check the arguments of `sample`, and return the request. With a ledger, a ticket's has the id of its group."""
+        """Check the arguments of `sample`; returns the request. With a ledger, a ticket's has the id of its group."""
         check("sample", n=(n, COUNT), seed=(seed, WHOLE.or_none), seeds=(seeds, SEEDS.or_none))
         check("sample", turn=(turn, _TURN.or_none))
         alone = n == 1 and seed is None

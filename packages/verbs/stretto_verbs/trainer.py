@@ -173,6 +173,7 @@ class LocalTrainer:
         return TrainerApart(Path(model).expanduser().absolute(), given, threads, waits)
 
     def _load(self, folder: Path) -> Any:
+        """Load a model for training, with the fastest kernels."""
         model = trainable(folder, self._settings.device)
         use_onednn(model, TRAINING)
         return model
@@ -184,7 +185,8 @@ class LocalTrainer:
 
     @property
     def gradient(self) -> Gradient:
-        """The gradient that `optim_step` will use: a tensor or None for each trained parameter. Can be set."""
+        """The gradient that `optim_step` will use, not copied: for each trained parameter, in the model's order, a
+        tensor, or None where no loss has been added yet. Can be set to such a list."""
         return gradient_of(self._learner.model)
 
     @gradient.setter
@@ -238,8 +240,8 @@ class LocalTrainer:
             check_own(chosen, proximal, place)
             if isinstance(data, Batch):
                 seen = tuple(datum_of(one) for one in samples)
-                ids = [one.id for one in samples]
-                samples = [replace(sample_of(one, 0, sampled=False), id=id) for one, id in zip(seen, ids, strict=True)]
+                pairs = zip(seen, samples, strict=True)
+                samples = [replace(sample_of(one, 0, sampled=False), id=sample.id) for one, sample in pairs]
         part = self._part(samples, chosen.aggregation)
         if chosen.own is not None:
             with whole_gradient(self._learner.model):
@@ -277,14 +279,8 @@ class LocalTrainer:
             TrainingDiverged: `max_bad_steps` steps in a row were skipped.
         """
         unclipped = max_grad_norm == math.inf
-        given = {
-            "learning_rate": learning_rate,
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": None if unclipped else max_grad_norm,
-        }
+        given = {"learning_rate": learning_rate, "beta1": beta1, "beta2": beta2, "eps": eps}
+        given |= {"weight_decay": weight_decay, "max_grad_norm": None if unclipped else max_grad_norm}
         changed = {name: value for name, value in given.items() if value is not None}
         now = checked(self._settings.model_dump() | changed, "optim_step", OptimizerConfig)
         numbers = AdamNumbers.of(now)
@@ -372,18 +368,19 @@ class LocalTrainer:
             self._write(place, adapters_only=adapters_only)
 
     def _write(self, place: Path, *, adapters_only: bool) -> None:
+        """Write what `export` writes, into a folder that may be replaced."""
         model = self._learner.model
-        if self._lora is None:
-            save_policy(model, self._folder, place, dtype=self._dtype)
-            return
-        if adapters_only:
+        if self._lora is not None and adapters_only:
             with whole_folder(place) as partial:
                 adapters.gather_adapters(model, self._lora, ALONE, "")(partial)
             return
+        dtype = saved_dtype(self._settings.save_dtype, self._folder)
+        if self._lora is None:
+            save_policy(model, self._folder, place, dtype=dtype)
+            return
         parameters = ((name, self._merged(name, one)) for name, one in adapters.plain_parameters(model))
-        save_policy(
-            model, self._folder, place, parameters, adapters.gather_adapters(model, self._lora, ALONE), self._dtype
-        )
+        add = adapters.gather_adapters(model, self._lora, ALONE)
+        save_policy(model, self._folder, place, parameters, add, dtype)
 
     def close(self) -> None:
         """Release the locks of the folders that this trainer has saved to."""
@@ -391,17 +388,15 @@ class LocalTrainer:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────
 
-    @property
-    def _dtype(self) -> str | None:
-        return saved_dtype(self._settings.save_dtype, self._folder)
-
     def _merged(self, name: str, parameter: Tensor) -> Tensor:
+        """Return the parameter with its adapters added to it; the parameter itself if it has none."""
         layer = self._adapted.get(name.removesuffix(".weight"))
         if layer is None or not name.endswith(".weight"):
             return parameter.detach()
         return adapters.merged(layer, parameter.detach(), ALONE)
 
     def _hold(self, folder: Path) -> None:
+        """Create and lock a folder until `close`; does nothing if this trainer holds it. Raises RunFolderError."""
         key = Path(os.path.realpath(folder))
         if key in self._held:
             return
@@ -413,6 +408,8 @@ class LocalTrainer:
         self._held[key] = lock.acquire(key)
 
     def _samples(self, data: Data, loss: Wanted, place: str, *, sampled: bool) -> list[Sample]:
+        """Check the data and convert them for the model. `sampled`: a list must have log-probabilities and advantages;
+        `place`: name of the called method, for messages. Raises DataError."""
         if isinstance(data, Batch):
             return self._of_batch(data, loss, place)
         check_data(data, self._vocabulary, self._longest, place)
@@ -447,6 +444,8 @@ class LocalTrainer:
         return Forward(columns_of([columns[id] for id in ids]), loss, metrics or {}, ids)
 
     def _proximal(self, part: Minibatch, samples: Sequence[Sample], proximal: Forward, place: str) -> list[Tensor]:
+        """Return the log-probabilities of `proximal` for the loss tokens of each micro-batch. Raises DataError if it is
+        of other data."""
         known = dict(zip(proximal.ids, proximal.logprobs, strict=True))
         by_id = {sample.id: sample for sample in samples}
         if wrong := [id for id, one in by_id.items() if len(known.get(id, ())) != len(scored_of(one))]:
@@ -474,5 +473,6 @@ class LocalTrainer:
 
 
 def _release(held: dict[Path, int]) -> None:
+    """Close the descriptors of locks, by folder, and empty `held`."""
     while held:
         os.close(held.popitem()[1])
