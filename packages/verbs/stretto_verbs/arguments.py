@@ -28,11 +28,8 @@ Kind = TypeVar("Kind", bound=BaseModel)
 
 
 def checked(settings: Mapping[str, Any], place: str, kind: type[Kind]) -> Kind:
-    """Validate settings and return them as a model of this kind. `place`: where they were given, for messages.
-
-    Raises:
-        RecipeError: has one problem for each wrong key.
-    """
+    """Validate settings and return them as a model of this kind. `place`: where they were given, for messages. Raises
+    RecipeError, which has one problem for each wrong key."""
     try:
         return kind.model_validate(settings, strict=True, context=place)
     except ValidationError as error:
@@ -92,10 +89,7 @@ TOKENIZER = ArgumentKind("engine.tokenizer", lambda given: hasattr(given, "encod
 
 def check(place: str, **given: tuple[object, ArgumentKind]) -> None:
     """Check arguments, given by name as (value, allowed kind). `place`: name of the called function, for messages.
-
-    Raises:
-        DataError: a value is not of its kind; names each of them.
-    """
+    Raises DataError if a value is not of its kind; names each of them."""
     found = [
         Problem(f"{place}: {name}", f"{value!r:.80}", f"give {kind.allowed}")
         for name, (value, kind) in given.items()
@@ -107,11 +101,7 @@ def check(place: str, **given: tuple[object, ArgumentKind]) -> None:
 
 def prompts_of(given: Asked | Sequence[Asked]) -> list[str | tuple[int, ...]]:
     """Convert one prompt, or a list of prompts, to a list. A text is one prompt, and so is a list that begins with a
-    token id; an empty list is no prompts.
-
-    Raises:
-        RefusedRequest: a prompt is neither a text nor token ids.
-    """
+    token id; an empty list is no prompts. Raises RefusedRequest if a prompt is neither a text nor token ids."""
     found = plain(given)
     if isinstance(found, str):
         return [found]
@@ -123,11 +113,8 @@ def prompts_of(given: Asked | Sequence[Asked]) -> list[str | tuple[int, ...]]:
 
 
 def prompt_of(place: str, given: Asked) -> str | tuple[int, ...]:
-    """Convert one prompt to a text or a tuple of token ids. `place`: name of the argument, for messages.
-
-    Raises:
-        RefusedRequest: it is neither a text nor token ids.
-    """
+    """Convert one prompt to a text or a tuple of token ids. `place`: name of the argument, for messages. Raises
+    RefusedRequest if it is neither a text nor token ids."""
     given = plain(given)
     if isinstance(given, str):
         return given
@@ -148,11 +135,8 @@ def _no_prompt(place: str, given: object) -> RefusedRequest:
 
 def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
     """Return the sampling settings of the completions that a trainer is trained on. `given`: the settings that differ
-    from the defaults; None: none does.
-
-    Raises:
-        RecipeError: a setting does not exist, or `temperature` is not above 0. Other values are not checked.
-    """
+    from the defaults; None: none does. Raises RecipeError if a setting does not exist, or `temperature` is not above 0.
+    Other values are not checked."""
     settings = {"max_tokens": MOST_TOKENS, **(given or {})}
     allowed = ("temperature", "top_p", "top_k", "min_p", "max_tokens")
     if unknown := [name for name in settings if name not in allowed]:
@@ -166,12 +150,8 @@ def sampling_of(given: Mapping[str, Any] | None) -> Sampling:
 
 def optimizer_of(given: Mapping[str, Any], place: str) -> OptimizerConfig:
     """Check and return the optimizer settings of a trainer. `given`: the settings that differ from the defaults;
-    `place`: name of the called function, for messages.
-
-    Raises:
-        RecipeError: a setting does not exist or is out of range, or is one of `warmup_steps` and `schedule`, which only
-            recipes use.
-    """
+    `place`: name of the called function, for messages. Raises RecipeError if a setting does not exist or is out of
+    range, or is one of `warmup_steps` and `schedule`, which only recipes use."""
     config = checked(given, place, OptimizerConfig)
     of_recipes = {"warmup_steps": config.warmup_steps > 0, "schedule": config.schedule != "constant"}
     told, remedy = "would change nothing: a step has the rate that it is given", "give optim_step(learning_rate)"

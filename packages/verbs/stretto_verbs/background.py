@@ -56,11 +56,8 @@ class Background:
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the thread and wait for its result. If the caller is interrupted, the coroutine is
-        cancelled.
-
-        Raises:
-            StrettoError: the caller runs in this thread itself, as a callback of a future does, and would wait forever.
-        """
+        cancelled. Raises StrettoError if the caller runs in this thread itself, as a callback of a future does, and
+        would wait forever."""
         if self.here:
             work.close()
             raise StrettoError("an engine was called, with a wait, in its own thread; use `submit`, or another thread")

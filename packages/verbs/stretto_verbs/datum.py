@@ -121,11 +121,7 @@ class Forward:
 
 def listed(data: Any, place: str) -> Data:
     """Return a batch unchanged, and any other iterable of data as a tuple, which can be read several times. `place`:
-    name of the called method, for messages.
-
-    Raises:
-        DataError: there is no datum, or `data` is not iterable.
-    """
+    name of the called method, for messages. Raises DataError if there is no datum, or `data` is not iterable."""
     if isinstance(data, Batch):
         return data
     if data is None:
@@ -220,11 +216,7 @@ def check_data(data: Sequence[Datum], vocabulary: int, longest: int, place: str)
 def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
     """Check that the data have log-probabilities, advantages and one target per position, as a loss over sampled tokens
     needs, and that the tokens in the loss have possible log-probabilities and staleness. `loss`: its name, for
-    messages.
-
-    Raises:
-        DataError: names every datum that lacks something, or has an impossible number.
-    """
+    messages. Raises DataError, which names every datum that lacks something, or has an impossible number."""
     needed = {"logprobs": "those that the engine gave with the tokens", "advantages": "a number for each token"}
     problems = [
         Problem(f"{place}: data[{at}].{name}", "is missing", f'the loss "{loss}" needs it: {what}')

@@ -382,11 +382,8 @@ class LocalEngine:
     def _request(
         self, prompt: str | tuple[int, ...], seeds: Sequence[int], settings: SamplingSettings
     ) -> GenerateRequest:
-        """Check the settings, and return the request for one completion per seed, under a new id.
-
-        Raises:
-            DataError: a setting does not exist or has the wrong type, or the tokenizer does not know a character.
-        """
+        """Check the settings, and return the request for one completion per seed, under a new id. Raises DataError if a
+        setting does not exist or has the wrong type, or the tokenizer does not know a character."""
         _check_settings(settings)
         given: dict[str, Any] = {"max_tokens": MOST_TOKENS, "stop_token_ids": self.tokenizer.eos_token_ids, **settings}
         stop, likeliest = given.pop("stop", ()), given.pop("top_logprobs", 0)

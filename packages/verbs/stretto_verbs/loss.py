@@ -215,11 +215,8 @@ def check_own(loss: Wanted, proximal: object, place: str) -> None:
 
 def check_data_settings(settings: Mapping[str, Any], place: str) -> None:
     """Check that `settings`, keys of ``[algorithm]``, have none that compute advantages (`advantages`, `shaping`, a
-    `reference` in the rewards): a list of data has its own. `place`: name of the called method, for messages.
-
-    Raises:
-        RecipeError: such a setting is given; names each of them.
-    """
+    `reference` in the rewards): a list of data has its own. `place`: name of the called method, for messages. Raises
+    RecipeError if such a setting is given; names each of them."""
     of_batches = [name for name in ("advantages", "shaping") if name in settings]
     reference = settings.get("reference")
     of_batches += ["reference"] if isinstance(reference, Mapping) and reference.get("into") == "reward" else []

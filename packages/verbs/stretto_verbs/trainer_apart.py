@@ -48,20 +48,12 @@ TrainerArguments = tuple[int, int, tuple[str, ...]]
 
 
 def send(connection: Connection, message: TrainerCall | CallResult) -> None:
-    """Pickle and write one message.
-
-    Raises:
-        OSError: the other side has ended.
-    """
+    """Pickle and write one message. Raises OSError if the other side has ended."""
     connection.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
 
 def receive(connection: Connection) -> Any:
-    """Wait for one message and unpickle it.
-
-    Raises:
-        EOFError, OSError: the other side has ended.
-    """
+    """Wait for one message and unpickle it. Raises EOFError or OSError if the other side has ended."""
     return pickle.loads(connection.recv_bytes())
 
 

@@ -33,10 +33,7 @@ def record_recipe(ledger: Ledger, recipe: Recipe) -> None:
 
 def recorded_recipe(folder: RunFolder, text: str | None) -> Recipe:
     """Parse the recorded `text` of a run's recipe. None (an older format): read ``recipe.toml`` of the run folder.
-
-    Raises:
-        RecipeError: this version of stretto does not accept the recipe.
-    """
+    Raises RecipeError if this version of stretto does not accept the recipe."""
     return load_recipe(folder.recipe) if text is None else validate(tomllib.loads(text), f"{folder.ledger}: {RECIPE}")
 
 

@@ -149,12 +149,9 @@ def _assert_alone(path: Path, recipe: Recipe) -> None:
 
 
 def fitting(plan: Plan, *, dry: bool = False) -> Plan:
-    """Return the plan with GPUs assigned to its roles and its warm start. `dry`: as for `usable_gpus`.
-
-    Raises:
-        RecipeError: torch cannot use the GPUs (`usable_gpus`), the roles do not fit on them (`seats_of`), or, with the
-            application installed, the run needs more than twice the available memory.
-    """
+    """Return the plan with GPUs assigned to its roles and its warm start. `dry`: as for `usable_gpus`. Raises
+    RecipeError if torch cannot use the GPUs (`usable_gpus`), the roles do not fit on them (`seats_of`), or, with the
+    application installed, the run needs more than twice the available memory."""
     there = usable_gpus(plan.recipe, dry=dry)
     plan = replace(plan, seats=seats_of(plan, there), warm_seat=seat_of_warm_start(plan, there))
     advice("estimates:check_memory", plan)
@@ -180,11 +177,7 @@ class Prepared:
 
     def recall(self, step: Callable[[StepMetrics], None], evaluated: Callable[[EvaluationLine], None]) -> None:
         """Call `step` with each recorded training step of a resumed run, then `evaluated` with each evaluation, without
-        those of steps that will be repeated.
-
-        Raises:
-            StoreError: a line of the metrics cannot be read.
-        """
+        those of steps that will be repeated. Raises StoreError if a line of the metrics cannot be read."""
         evaluations = list[EvaluationLine]()
         for line in iterate_metrics(self.folder.metrics):  # one at a time: a long run has hundreds of thousands
             if line.step > self.beginning.version:

@@ -60,12 +60,9 @@ class Attention:
 
 
 def check_attention(model: PreTrainedModel) -> Attention:
-    """Find the attention of a model by running it on one token. A `skeleton` must have been filled with weights.
-
-    Raises:
-        ModelFolderError: lists the unsupported kinds of attention that the config shows; if it shows none, those that
-            the run has found.
-    """
+    """Find the attention of a model by running it on one token. A `skeleton` must have been filled with weights. Raises
+    ModelFolderError, which lists the unsupported kinds of attention that the config shows; if it shows none, those that
+    the run has found."""
     config = model.config.get_text_config()
     refuse_unsupported(config)
     requested = _requested(model)
@@ -77,12 +74,9 @@ def check_attention(model: PreTrainedModel) -> Attention:
 
 
 def refuse_unsupported(config: PreTrainedConfig) -> None:
-    """Refuse unsupported attention that can be seen in the config; `check_attention` finds what cannot.
-
-    Raises:
-        ModelFolderError: lists layers whose attention is neither full nor sliding, latent or shared keys, and rotary
-            frequencies that change from call to call.
-    """
+    """Refuse unsupported attention that can be seen in the config; `check_attention` finds what cannot. Raises
+    ModelFolderError, which lists layers whose attention is neither full nor sliding, latent or shared keys, and rotary
+    frequencies that change from call to call."""
     text = config.get_text_config()
     kinds = sorted(set(getattr(text, "layer_types", None) or ()) - set(_COMPUTED))
     found = [f"layers of the kind {kind!r}" for kind in kinds]
@@ -99,11 +93,7 @@ def refuse_unsupported(config: PreTrainedConfig) -> None:
 def refuse_untrainable(config: PreTrainedConfig) -> None:
     """Refuse a model that, by its config, changes the logits after the output matrix. Engines can serve such a model,
     but the trainer computes log-probabilities directly from the output matrix. `packed.logprobs.check_policy` finds
-    changes that the config does not show.
-
-    Raises:
-        ModelFolderError: lists soft caps and scales of the logits.
-    """
+    changes that the config does not show. Raises ModelFolderError, which lists soft caps and scales of the logits."""
     text = config.get_text_config()
     caps = [(name, value) for name in _CAPS if (value := getattr(text, name, None)) is not None]
     scales = [(name, value) for name in _SCALES if (value := getattr(text, name, None)) not in (None, 1)]

@@ -90,12 +90,9 @@ _REMEDY = "use a remote engine for this model (engine.kind), which this trainer 
 
 
 def check_family(config: PreTrainedConfig) -> None:
-    """Check that both paths compute what models with this config compute. The first check of a config takes about a
-    CPU second; a family that cannot be made tiny is not checked, and a warning is logged.
-
-    Raises:
-        ModelFolderError: a path computes something else; the message names the family and what differs.
-    """
+    """Check that both paths compute what models with this config compute. The first check of a config takes about a CPU
+    second; a family that cannot be made tiny is not checked, and a warning is logged. Raises ModelFolderError if a path
+    computes something else; the message names the family and what differs."""
     text = config.get_text_config()
     if text.model_type in MEASURED:
         return
@@ -112,11 +109,7 @@ def check_family(config: PreTrainedConfig) -> None:
 
 def check_family_of(folder: Path | str) -> None:
     """Check the config of a model folder as `check_family` does. A config that cannot be read is not checked: the
-    loader names what is wrong.
-
-    Raises:
-        ModelFolderError: a path computes something else than the family.
-    """
+    loader names what is wrong. Raises ModelFolderError if a path computes something else than the family."""
     with quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)

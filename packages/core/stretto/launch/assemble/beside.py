@@ -64,21 +64,14 @@ class Machines:
         self._parts = parts
 
     async def open(self) -> None:
-        """Let machines join; this class only logs how weights reach the engines.
-
-        Raises:
-            RecipeError: an address cannot be listened on.
-        """
+        """Let machines join; this class only logs how weights reach the engines. Raises RecipeError if an address
+        cannot be listened on."""
         medium = medium_of(self._parts.plan.recipe)
         self._parts.report(f"weights.medium is {medium.medium}: {medium.reason}")
 
     async def supervise(self) -> NoReturn:
         """Replace services for other machines that die, until an error ends the run. This class has none, and waits
-        until it is cancelled.
-
-        Raises:
-            RoleDied: a service has used up its restart budget.
-        """
+        until it is cancelled. Raises RoleDied if a service has used up its restart budget."""
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")
 
@@ -93,11 +86,8 @@ class Machines:
 
 def machines_of(parts: MachineParts) -> Machines:
     """Return the machines of a run, not yet opened. If `stretto_cluster` is installed, a run on this machine alone gets
-    its gate too, for `stretto scale`.
-
-    Raises:
-        RecipeError: the recipe needs other machines, and the package is missing or has another version.
-    """
+    its gate too, for `stretto scale`. Raises RecipeError if the recipe needs other machines, and the package is missing
+    or has another version."""
     if not parts.plan.recipe.has_machines and not is_there(*_PACKAGES):
         return Machines(parts)
     machines: Machines = from_package("stretto_app.extensions.machines:cluster_of", "cluster", *_PACKAGES)(parts)

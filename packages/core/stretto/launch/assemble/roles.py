@@ -229,11 +229,7 @@ def _forget_sockets(folder: RunFolder) -> None:
 
 def locked_socket_folder() -> tuple[Path, int]:
     """Create a folder for sockets and lock it, so that other runs do not remove it while this process lives. Returns
-    the folder, and the descriptor of the lock.
-
-    Raises:
-        RunFolderError: the folder cannot be locked; it is removed.
-    """
+    the folder, and the descriptor of the lock. Raises RunFolderError if the folder cannot be locked; it is removed."""
     sockets = socket_folder()
     try:
         return sockets, lock.acquire(sockets)
@@ -301,12 +297,8 @@ async def end_all(report: Callable[[str], None], *ends: Coroutine[Any, Any, None
 async def _up(
     machines: Machines, engines: EnginePool, patience: float, *starts: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    """Let machines join, start all roles, and wait until an engine takes requests.
-
-    Raises:
-        StrettoError: a role cannot be started, a service fails meanwhile, or no engine is ready within `patience`
-            seconds.
-    """
+    """Let machines join, start all roles, and wait until an engine takes requests. Raises StrettoError if a role cannot
+    be started, a service fails meanwhile, or no engine is ready within `patience` seconds."""
 
     async def up() -> None:
         await machines.open()

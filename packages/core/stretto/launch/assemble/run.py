@@ -89,11 +89,7 @@ class StartState:
     @classmethod
     def of(cls, folder: RunFolder, keep: int) -> StartState:
         """Find the starting point of a run to resume; `changed`, `done` and `early` are left to the caller. `keep`:
-        number of checkpoints that the run keeps.
-
-        Raises:
-            StoreError: the ledger, or every checkpoint, is damaged.
-        """
+        number of checkpoints that the run keeps. Raises StoreError if the ledger, or every checkpoint, is damaged."""
         version = last_step(folder.ledger)
         checkpoint = Recovery(folder, keep).newest(version)
         return cls(version, checkpoint.step, checkpoint.broken) if checkpoint is not None else cls(version)

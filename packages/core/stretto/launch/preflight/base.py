@@ -31,11 +31,7 @@ def base_folder(model: ModelConfig, seed: int) -> Path:
 
 
 def check_cache() -> None:
-    """Check that the cache of built models and warm starts can be written.
-
-    Raises:
-        RecipeError: it cannot be written.
-    """
+    """Raise RecipeError if the cache of built models and warm starts cannot be written."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -76,11 +76,8 @@ def given_to_servers(config: EngineConfig) -> list[str]:
 
 def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
     """Check that the recipe's make of engine (`engine.kind`) supports all of its settings. `here`: also check that the
-    interpreter `engine.python` has the make installed, in a supported version.
-
-    Raises:
-        RecipeError: a check fails; names every problem.
-    """
+    interpreter `engine.python` has the make installed, in a supported version. Raises RecipeError if a check fails;
+    names every problem."""
     if recipe.engine.kind == "native" and (given := given_to_servers(recipe.engine)):
         remedy = 'only engine.kind = "vllm" or "sglang" has it'
         raise RecipeError(Problem(f"engine.{key}", 'is given, and engine.kind is "native"', remedy) for key in given)
@@ -89,10 +86,7 @@ def check_engine_keys(recipe: Recipe, *, here: bool = True) -> None:
 
 def check_of_servers(name: str, recipe: Recipe, *arguments: object) -> None:
     """Call the check `name` of `stretto_servers.keys` with the recipe and `arguments`; do nothing for native engines.
-
-    Raises:
-        RecipeError: the check fails, or the package is missing.
-    """
+    Raises RecipeError if the check fails, or the package is missing."""
     if recipe.engine.kind != "native":
         from_package(f"stretto_servers.keys:{name}", MAKES.key)(recipe, *arguments)
 
@@ -106,11 +100,8 @@ def check_top_k(recipe: Recipe, base: ModelFolder) -> None:
 
 def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> ModelFolder:
     """Check that the model in the folder `reference` has the vocabulary of `tokenizer`; returns its facts. `key`:
-    recipe key that names the folder.
-
-    Raises:
-        ModelFolderError: the model cannot be loaded, is not supported, or has another vocabulary.
-    """
+    recipe key that names the folder. Raises ModelFolderError if the model cannot be loaded, is not supported, or has
+    another vocabulary."""
     folder = inspect_model_folder(reference)
     check_kind(folder)
     other = load_tokenizer(folder.path)
@@ -143,11 +134,8 @@ def check_reward_function(config: RewardsConfig) -> None:
 
 
 def check_reward_addresses(config: RewardsConfig) -> None:
-    """Check that the server of every reward with an address accepts connections.
-
-    Raises:
-        RewardFunctionError: a server does not; names each of them.
-    """
+    """Check that the server of every reward with an address accepts connections. Raises RewardFunctionError if a server
+    does not; names each of them."""
     faults = {name: (section.address, unreachable(section.address)) for name, section in config.asked.items()}
     if dead := {name: told for name, told in faults.items() if told[1]}:
         remedy = "start the server, or give the address of one that runs"
@@ -159,11 +147,8 @@ def check_reward_addresses(config: RewardsConfig) -> None:
 
 def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
     """Check the sources that rewards name against `sources`, the names of the questions' sources ("": of questions from
-    a source without a name).
-
-    Raises:
-        RewardFunctionError: a reward names an unknown source, or a source has no reward.
-    """
+    a source without a name). Raises RewardFunctionError if a reward names an unknown source, or a source has no
+    reward."""
     known, problems = set(sources), []
     named = known - {""} or {"none: the task has no sources with names"}
     for number, part in enumerate(config.functions):
@@ -181,11 +166,7 @@ def check_reward_sources(config: RewardsConfig, sources: Iterable[str]) -> None:
 
 def check_machine(recipe: Recipe, *, dry: bool = False) -> None:
     """Check ports, logging tools and devices of this machine; other machines are checked when they join. `dry`: do not
-    check devices if the environment variable ``STRETTO_GPUS`` names GPUs.
-
-    Raises:
-        RecipeError: a check fails.
-    """
+    check devices if the environment variable ``STRETTO_GPUS`` names GPUs. Raises RecipeError if a check fails."""
     check_ports(recipe)
     check_logging(recipe.logging)
     engine = recipe.engine if recipe.local_engines else None
@@ -195,11 +176,7 @@ def check_machine(recipe: Recipe, *, dry: bool = False) -> None:
 
 def check_ports(recipe: Recipe) -> None:
     """Check the ports of this machine on which engines will listen; does nothing for engines on Unix sockets or on
-    other machines.
-
-    Raises:
-        RecipeError: a port is in use, or its number is above 65,535.
-    """
+    other machines. Raises RecipeError if a port is in use, or its number is above 65,535."""
     config = recipe.engine
     if config.transport == "unix" or not recipe.local_engines:  # engines elsewhere take free ports of their machines
         return
@@ -213,11 +190,8 @@ def check_ports(recipe: Recipe) -> None:
 
 
 def check_logging(config: OutletsConfig) -> None:
-    """Check that the built-in tools of ``[logging]`` are installed; user-defined ones are not tried here.
-
-    Raises:
-        RecipeError: a tool or `stretto_report` is not installed, or the port for Prometheus is in use.
-    """
+    """Check that the built-in tools of ``[logging]`` are installed; user-defined ones are not tried here. Raises
+    RecipeError if a tool or `stretto_report` is not installed, or the port for Prometheus is in use."""
     if config.tools:
         check_packages(OUTLETS.key, "stretto_report")
     problems = [
@@ -255,22 +229,16 @@ def check_cluster(recipe: Recipe) -> None:
 
 def check_ray(recipe: Recipe) -> None:
     """Check that the Ray cluster that will start the engines can be reached and is large enough; does nothing if the
-    recipe has no Ray.
-
-    Raises:
-        RecipeError: it cannot be reached, or has too few CPUs, GPUs or machines for the engines and ranks of the run.
-    """
+    recipe has no Ray. Raises RecipeError if it cannot be reached, or has too few CPUs, GPUs or machines for the engines
+    and ranks of the run."""
     if recipe.cluster.placer == "ray":
         from_package("stretto_app.extensions.joining:check_ray", "cluster.placer", "stretto_cluster")(recipe)
 
 
 def check_in_flight(config: RolloutConfig) -> None:
     """Check that all completions in flight fit into the queue of one engine: while others are replaced, it may be the
-    only one. A full queue would look like a lost engine.
-
-    Raises:
-        RecipeError: there are more completions than an engine queues.
-    """
+    only one. A full queue would look like a lost engine. Raises RecipeError if there are more completions than an
+    engine queues."""
     _, groups = config.in_flight_bounds
     if (completions := groups * config.group_size) > MOST_WAITING:
         key = "rollout.max_in_flight_max" if config.max_in_flight == "auto" else "rollout.max_in_flight"
@@ -280,11 +248,8 @@ def check_in_flight(config: RolloutConfig) -> None:
 
 def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None]) -> None:
     """Check that torch can use a GPU if a section has ``device = "cuda"``; else do nothing. `sections`: by name, for
-    messages; None: not in the recipe.
-
-    Raises:
-        RecipeError: torch cannot use a GPU; names each section that asks for one.
-    """
+    messages; None: not in the recipe. Raises RecipeError if torch cannot use a GPU; names each section that asks for
+    one."""
     wanted = [name for name, section in sections.items() if section is not None and section.device == "cuda"]
     if wanted and not torch.cuda.is_available():
         why = f" ({unusable(there, torch.version.cuda)})" if (there := gpus()) else ""
@@ -293,11 +258,8 @@ def check_devices(sections: Mapping[str, EngineConfig | OptimizerConfig | None])
 
 
 def check_kind(base: ModelFolder) -> None:
-    """Check by the model's config that engine and trainer support its architecture.
-
-    Raises:
-        ModelFolderError: they do not.
-    """
+    """Check by the model's config that engine and trainer support its architecture. Raises ModelFolderError if they do
+    not."""
     config = check_fit(base)
     refuse_unsupported(config)
     refuse_untrainable(config)
@@ -316,23 +278,16 @@ def is_free(port: int) -> bool:
 
 
 def medium_of(recipe: Recipe) -> ChosenMedium:
-    """Choose how weights get from the trainer to the engines of a run; returns the medium with the reason.
-
-    Raises:
-        RecipeError: the recipe asks for a medium that cannot reach its engines (`weights.config.choose`).
-    """
+    """Choose how weights get from the trainer to the engines of a run; returns the medium with the reason. Raises
+    RecipeError if the recipe asks for a medium that cannot reach its engines (`weights.config.choose`)."""
     elsewhere = recipe.cluster.placer != "local" or bool(recipe.cluster.listen)
     return choose(recipe.weights, Route(engines=recipe.engine.kind, elsewhere=elsewhere))
 
 
 def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
     """Check ranks and adapters of the trainer. `model`: its folder; `gpus`: number of GPUs of this machine, 0: do not
-    compare.
-
-    Raises:
-        RecipeError: there are more ranks than GPUs, the ranks cannot divide the model, adapters name layers that the
-            model does not have, or several ranks need `stretto_cluster`, which is not installed.
-    """
+    compare. Raises RecipeError if there are more ranks than GPUs, the ranks cannot divide the model, adapters name
+    layers that the model does not have, or several ranks need `stretto_cluster`, which is not installed."""
     if config.ranks > 1:
         check_packages("trainer.ranks", "stretto_cluster")
     if problems := list(too_many_ranks(config, gpus)):
@@ -352,11 +307,8 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
 
 def check_dividable(config: TrainerConfig, model: Path, key: str = "") -> None:
     """Check that the ranks can divide the matrices and heads of the model in the folder `model`. Does nothing without
-    tensor and context parallelism. `key`: recipe key that names the folder, for messages; "" for the policy.
-
-    Raises:
-        RecipeError: they cannot.
-    """
+    tensor and context parallelism. `key`: recipe key that names the folder, for messages; "" for the policy. Raises
+    RecipeError if they cannot."""
     if config.shares == config.ranks:
         return
     refuse_undividable = from_package("stretto_cluster.ranks.matrices:refuse_undividable", "trainer.ranks")
@@ -382,11 +334,8 @@ def too_many_ranks(config: TrainerConfig, there: int) -> Iterator[Problem]:
 
 def check_checkpoint(folder: Path, config: TrainerConfig, model: Path) -> None:
     """Check that a trainer of this model can resume from the checkpoint in `folder`, by names and shapes only. `model`:
-    folder of version 0 of the policy.
-
-    Raises:
-        RunFolderError: the checkpoint is incomplete, or belongs to another model or to other adapters.
-    """
+    folder of version 0 of the policy. Raises RunFolderError if the checkpoint is incomplete, or belongs to another
+    model or to other adapters."""
     policy = skeleton(model)
     if config.lora is not None:
         adapt(policy, config.lora)

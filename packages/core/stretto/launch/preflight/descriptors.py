@@ -36,11 +36,8 @@ def no_room_for(guests: int) -> str:
 
 
 def check_descriptors(needed: int | None = None) -> None:
-    """Check that this process may open `needed` descriptors (None: as many as the smallest run needs).
-
-    Raises:
-        RecipeError: it may not; has both numbers.
-    """
+    """Check that this process may open `needed` descriptors (None: as many as the smallest run needs). Raises
+    RecipeError if it may not; has both numbers."""
     needed = descriptors_needed() if needed is None else needed
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed != resource.RLIM_INFINITY and allowed < needed:

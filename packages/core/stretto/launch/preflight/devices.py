@@ -283,10 +283,7 @@ def usable_gpus(recipe: Recipe, *, dry: bool = False) -> tuple[Gpu, ...]:
 
 def assumed_gpus(text: str) -> tuple[Gpu, ...]:
     """Parse GPUs written as "8x80" or "2x80,1x24@570.86": number of GPUs, GiB of each, and optionally a driver version.
-
-    Raises:
-        RecipeError: the text has another form.
-    """
+    Raises RecipeError if the text has another form."""
     found = list[Gpu]()
     for word in text.split(","):
         if (told := _KIND.fullmatch(word)) is None or int(told[1]) == 0:

@@ -32,11 +32,8 @@ def check_paths(recipe: Recipe) -> None:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Check that a folder has a config.json. If it has, nothing else is checked here.
-
-    Raises:
-        ModelFolderError: there is no folder, or no config.json in it; also names what else the folder lacks.
-    """
+    """Check that a folder has a config.json. If it has, nothing else is checked here. Raises ModelFolderError if there
+    is no folder, or no config.json in it; also names what else the folder lacks."""
     if not os.path.isfile(folder / "config.json"):
         inspect_model_folder(folder)
 
@@ -58,11 +55,8 @@ def data_files(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 
 def check_data_files(named: Iterable[tuple[str, str]]) -> None:
-    """Check that files or folders exist. `named`: pairs of (recipe key or option that names the file, path).
-
-    Raises:
-        DataError: some do not, or cannot be looked at; suggests the nearest name of each missing one.
-    """
+    """Check that files or folders exist. `named`: pairs of (recipe key or option that names the file, path). Raises
+    DataError if some do not, or cannot be looked at; suggests the nearest name of each missing one."""
     problems = [
         Problem(name, f"{file}: {fault}", advice) for name, file in named for fault, advice in _fault(Path(file))
     ]

@@ -13,12 +13,8 @@ _LARGEST_RECIPE = 1 << 20
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Parse a TOML file.
-
-    Raises:
-        RecipeError: the file does not exist, is a folder, is empty or larger than 1 MiB, is not UTF-8, or cannot be
-            read or parsed.
-    """
+    """Parse a TOML file. Raises RecipeError if the file does not exist, is a folder, is empty or larger than 1 MiB, is
+    not UTF-8, or cannot be read or parsed."""
     place = str(path)
     if not (fault := folder_fault(path)):
         raise RecipeError([Problem(place, "is a folder", "a recipe is a TOML file")])

@@ -140,11 +140,8 @@ def _named_part(part: Any) -> tuple[Any, str]:
 
 def named_reward(function: Callable[..., object]) -> dict[str, str]:
     """Return the keys `function` (``package.module:name``) and `path` (the folder to import it from) of ``[rewards]``,
-    with which a worker process can import the function.
-
-    Raises:
-        ValueError: another process could not import it; says why.
-    """
+    with which a worker process can import the function. Raises ValueError if another process could not import it; says
+    why."""
     name = getattr(function, "__qualname__", "")
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     if not name or module is None:

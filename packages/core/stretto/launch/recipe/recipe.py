@@ -255,21 +255,15 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
 
 def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
-    """Read a recipe file, apply overrides, and validate it. Paths become absolute.
-
-    Raises:
-        RecipeError: the file cannot be read or parsed, or has wrong keys; names every wrong key.
-    """
+    """Read a recipe file, apply overrides, and validate it. Paths become absolute. Raises RecipeError if the file
+    cannot be read or parsed, or has wrong keys; names every wrong key."""
     return validate(parse_recipe(path, overrides), str(path), overrides)
 
 
 def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
     """Read a recipe file as nested dicts, with overrides applied and paths absolute, without validation. Where `path`
     is left out, it becomes the folder of the recipe file if a module or command file that the recipe names is there.
-
-    Raises:
-        RecipeError: the file cannot be read or parsed, an override is malformed, or a path cannot exist.
-    """
+    Raises RecipeError if the file cannot be read or parsed, an override is malformed, or a path cannot exist."""
     tree = read_toml(path)
     _resolve_paths(tree, path.parent)
     override(tree, overrides)
@@ -294,10 +288,7 @@ def _find_module(section: Any, folder: Path) -> None:
 
 def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = None) -> None:
     """Apply overrides to a parsed recipe; changes `tree`. Paths are relative to `folder` (None: the working directory).
-
-    Raises:
-        RecipeError: an override is malformed, or a path cannot exist.
-    """
+    Raises RecipeError if an override is malformed, or a path cannot exist."""
     if isinstance(overrides, Mapping):
         told = [put(tree, key, as_parsed(value), f"override {key!r}") for key, value in overrides.items()]
     else:
@@ -323,10 +314,7 @@ def validate(tree: Mapping[str, Any], place: str, overrides: Overrides = ()) -> 
 
 def validated(tree: Mapping[str, Any], place: str, kind: type[Kind], overrides: Overrides = ()) -> Kind:
     """Validate parsed TOML as an object of the class `kind`, and return it. Other arguments are those of `validate`.
-
-    Raises:
-        RecipeError: has one problem for each wrong key.
-    """
+    Raises RecipeError, which has one problem for each wrong key."""
     try:
         return kind.model_validate(tree, strict=True, context=place)
     except ValidationError as error:

@@ -281,11 +281,8 @@ class LengthBuckets:
         return sum(bucket.length * bucket.capacity for bucket in self._buckets.values())
 
     def check_integrity(self) -> None:
-        """Check that each slot is free or owned by exactly one row.
-
-        Raises:
-            BoundViolated: it is not; names the slot and the row, or the numbers that differ.
-        """
+        """Check that each slot is free or owned by exactly one row. Raises BoundViolated if it is not; names the slot
+        and the row, or the numbers that differ."""
         for row, (bucket, slot) in self._places.items():
             if slot >= len(bucket.owners) or bucket.owners[slot] != row:
                 raise BoundViolated(f"row {row} has slot {slot} of bucket {bucket.length}, which it does not own")

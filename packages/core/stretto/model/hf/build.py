@@ -14,11 +14,8 @@ from stretto.model.hf.folder import check_replaceable, quiet_transformers, whole
 
 def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
     """Write a new, randomly initialised policy and its tokenizer as a Hugging Face folder at `path`, replacing an older
-    model there. Equal configs and seeds give equal bytes.
-
-    Raises:
-        ModelFolderError: `path` is no folder, or holds files that are no part of a model.
-    """
+    model there. Equal configs and seeds give equal bytes. Raises ModelFolderError if `path` is no folder, or holds
+    files that are no part of a model."""
     vocabulary = config.vocabulary
     architecture = AutoConfig.for_model(
         config.family,

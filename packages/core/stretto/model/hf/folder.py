@@ -57,11 +57,8 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 def write_weights(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write `parameters` of `model`, (name, tensor) pairs, to `folder` under the names of a Hugging Face folder, in
-    files of about 1 GiB. At most one file and one layer are in memory.
-
-    Raises:
-        OSError, SafetensorError: the folder cannot be written.
-    """
+    files of about 1 GiB. At most one file and one layer are in memory. Raises OSError or SafetensorError if the folder
+    cannot be written."""
     parts: list[tuple[Path, list[str], int]] = []
     for tensors in _files(model, parameters):
         file = folder / f".part-{len(parts)}"

@@ -67,11 +67,8 @@ class Matcher:
         return bool(self._inner.consume_tokens(list(token_ids)))
 
     def look(self) -> None:
-        """Update `allowed` after `take`; does nothing if it is up to date.
-
-        Raises:
-            RefusedRequest: the grammar was violated, takes too long, or allows no token.
-        """
+        """Update `allowed` after `take`; does nothing if it is up to date. Raises RefusedRequest if the grammar was
+        violated, takes too long, or allows no token."""
         if self._current:
             return
         start = time.thread_time()  # CPU time of this thread, independent of other threads
@@ -110,11 +107,8 @@ class Grammars:
 
     def check(self, text: str, stop_token_ids: Sequence[int]) -> None:
         """Compile a grammar, unless it is among the last 512 compiled, and check that a completion can follow it.
-
-        Raises:
-            RefusedRequest: the grammar cannot be compiled or followed; or an end-of-sequence token, with which a
-                completion ends where its grammar ends, is not in `stop_token_ids`.
-        """
+        Raises RefusedRequest if the grammar cannot be compiled or followed; or an end-of-sequence token, with which a
+        completion ends where its grammar ends, is not in `stop_token_ids`."""
         if self.problem:
             raise RefusedRequest(_FIELD, "a grammar", f"none: {self.problem}")
         ends = set(self._vocabulary.eos_tokens)

@@ -115,12 +115,9 @@ class ModelFolder:
 
 
 def inspect_model_folder(path: Path | str) -> ModelFolder:
-    """Check a model folder and read its facts, without loading weights.
-
-    Raises:
-        ModelFolderError: lists every problem: no folder, a broken or missing config, missing, truncated or pickled
-            weights, a tokenizer that is missing or larger than the embedding, no end-of-sequence token.
-    """
+    """Check a model folder and read its facts, without loading weights. Raises ModelFolderError, which lists every
+    problem: no folder, a broken or missing config, missing, truncated or pickled weights, a tokenizer that is missing
+    or larger than the embedding, no end-of-sequence token."""
     folder = Path(path)
     if found := folder_fault(folder):
         raise ModelFolderError(

@@ -176,11 +176,7 @@ class Tokenizer:
     def encode_rendered(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a result of `render_chat`, or of a part of one. Only special tokens that the template
         has written are encoded as special tokens. In message contents they are encoded as text, unless
-        `special_tokens_in_messages`.
-
-        Raises:
-            DataError: the text has characters that the tokenizer does not know.
-        """
+        `special_tokens_in_messages`. Raises DataError if the text has characters that the tokenizer does not know."""
         plain = unguarded(text)
         whole = self.encode(plain, special_tokens=False)  # the template has already added special tokens
         if plain == text:
@@ -202,11 +198,8 @@ class Tokenizer:
 
     def encode_content(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a message's content that continues a sequence. Special tokens in it are encoded as
-        text, unless `special_tokens_in_messages`.
-
-        Raises:
-            DataError: the text has characters that the tokenizer does not know.
-        """
+        text, unless `special_tokens_in_messages`. Raises DataError if the text has characters that the tokenizer does
+        not know."""
         found = self.encode(text, special_tokens=False)
         return found if self.special_tokens_in_messages or not self._controls(text) else tuple(self._as_text(text))
 

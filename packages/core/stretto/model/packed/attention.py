@@ -236,11 +236,8 @@ def packed_attention(
     **requested: Any,
 ) -> tuple[Tensor, None]:
     """Call `attend_packed` with the signature of a transformers attention function. `part`: the tokens of this rank if
-    several ranks divide the row, else None. `attention_mask` is not read.
-
-    Raises:
-        ModelFolderError: the layer requests unsupported attention (`stretto.model.attention_support`).
-    """
+    several ranks divide the row, else None. `attention_mask` is not read. Raises ModelFolderError if the layer requests
+    unsupported attention (`stretto.model.attention_support`)."""
     if unsupported := [name for name in UNSUPPORTED if requested.get(name) is not None]:
         place = type(module).__name__
         raise ModelFolderError([Problem(place, ", ".join(unsupported), "the packed path does not compute this")])

@@ -312,12 +312,8 @@ def _is_matrix(head: nn.Module) -> bool:
 
 def check_policy(model: PreTrainedModel) -> None:
     """Check, by two forward passes, that the model is a body followed by one linear map to the logits, as
-    `token_logprobs` assumes.
-
-    Raises:
-        ModelFolderError: the model changes its logits after the output matrix (a soft cap, a scale), or a layer
-            requests unsupported attention.
-    """
+    `token_logprobs` assumes. Raises ModelFolderError if the model changes its logits after the output matrix (a soft
+    cap, a scale), or a layer requests unsupported attention."""
     head = model.get_output_embeddings()
     packed = pack_tokens([[1, 2, 0], [3, 0]], device=model.device)
     with torch.no_grad():
