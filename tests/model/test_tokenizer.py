@@ -49,7 +49,7 @@ def test_special_tokens_that_are_kept_are_text(folder: Path, tmp_path: Path) -> 
     tokenizer = load_tokenizer(tmp_path, kept=frozenset({"[THINK]", "[/THINK]"}))
     ids = tokenizer.encode("[INST][THINK]1+1[/THINK]2")
     assert tokenizer.decode((*ids, 1)) == "[THINK]1+1[/THINK]2"
-    assert tokenizer.name(ids[0]) == "[INST]"
+    assert tokenizer.spell(ids[:1]) == "[INST]"
     assert ids[0] in tokenizer.special_token_ids
     assert ids[1] not in tokenizer.special_token_ids
 

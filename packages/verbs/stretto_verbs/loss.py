@@ -141,9 +141,10 @@ def own_gradient(
     if all(one.grad is None for one in logprobs):
         raise _no_loss(loss, place, value)
     if not once:
-        slopes = {sample.id: _slope(one) for sample, one in zip(samples, logprobs, strict=True)}
+        gradients = [torch.zeros_like(one) if one.grad is None else one.grad for one in logprobs]
+        by_sample_id = {sample.id: one for sample, one in zip(samples, gradients, strict=True)}
         for micro in part.micro_batches:
-            slope = torch.cat([slopes[id] for id in micro.ids])
+            slope = torch.cat([by_sample_id[id] for id in micro.ids])
             (learner.logprobs(micro.packed).logprobs * slope).sum().backward()
     return float(value.detach()), metrics, [one.detach() for one in logprobs]
 
@@ -153,11 +154,6 @@ def _by_position(logprobs: Tensor, sample: Sample) -> Tensor:
     position."""
     positions = int(scored_of(sample)[-1])
     return logprobs.reshape(positions, -1) if len(logprobs) > positions else logprobs
-
-
-def _slope(logprobs: Tensor) -> Tensor:
-    """Return the gradient of the loss with respect to the log-probabilities; zeros if the loss does not use them."""
-    return torch.zeros_like(logprobs) if logprobs.grad is None else logprobs.grad
 
 
 def _valued(

@@ -23,7 +23,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 
@@ -128,8 +128,7 @@ class TrainerApart:
 
     def forward(self, data: Data) -> Forward:
         """Compute the log-probabilities of the data, as `stretto.Trainer.forward` does."""
-        found: Forward = self._call("forward", listed(data, "forward"))
-        return found
+        return cast(Forward, self._call("forward", listed(data, "forward")))
 
     def forward_backward(
         self, data: Data, loss: Any = None, *, proximal: Forward | None = None, **algorithm: Any
@@ -143,23 +142,19 @@ class TrainerApart:
         if callable(loss):
             _check_function(loss)
         data = listed(data, "forward_backward")
-        found: Forward = self._call("forward_backward", data, loss, proximal=proximal, **algorithm)
-        return found
+        return cast(Forward, self._call("forward_backward", data, loss, proximal=proximal, **algorithm))
 
     def optim_step(self, learning_rate: float | None = None, **numbers: float | None) -> OptimizerStep:
         """Take an optimizer step and clear the gradient, as `stretto.Trainer.optim_step` does."""
-        found: OptimizerStep = self._call("optim_step", learning_rate, **numbers)
-        return found
+        return cast(OptimizerStep, self._call("optim_step", learning_rate, **numbers))
 
     def weights(self) -> PolicyWeights:
         """Copy the current weights to the CPU memory of this process, for `Engine.update`."""
-        found: PolicyWeights = self._call("weights")
-        return found
+        return cast(PolicyWeights, self._call("weights"))
 
     def save(self, folder: str | Path) -> Path:
         """Save a checkpoint below `folder`, as `stretto.Trainer.save` does; returns the checkpoint's folder."""
-        found: Path = self._call("save", _place(folder, "save"))
-        return found
+        return cast(Path, self._call("save", _place(folder, "save")))
 
     def load(self, folder: str | Path, *, optimizer: bool = True) -> int:
         """Load the newest checkpoint of `folder`, as `stretto.Trainer.load` does; returns its version."""

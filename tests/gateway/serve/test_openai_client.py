@@ -92,7 +92,7 @@ def test_answers_are_the_engines(client: openai.OpenAI, engine: NativeEngine, to
     for choice, answer in zip(reply.choices, answers, strict=True):
         if kind == "text":
             logprobs = choice.logprobs.token_logprobs
-            assert choice.logprobs.tokens == [tokenizer.name(token) for token in answer.token_ids]
+            assert choice.logprobs.tokens == [tokenizer.spell((token,)) for token in answer.token_ids]
             assert choice.logprobs.text_offset == sorted(choice.logprobs.text_offset)
         else:
             logprobs = [token.logprob for token in choice.logprobs.content]
@@ -139,7 +139,7 @@ def test_completions_tell_the_likeliest_tokens(
     ranked = [{*ranks, token} for ranks, token in zip(answer.top_logprobs, sampled, strict=True)]
     for texts, ranks in zip(told.top_logprobs, ranked, strict=True):
         assert len({token for token, _ in ranks}) <= (2 if "top_k" in plain else 4)
-        assert set(texts) == {tokenizer.name(token) for token, _ in ranks}
+        assert set(texts) == {tokenizer.spell((token,)) for token, _ in ranks}
         assert max(texts.values()) == max(logprob for _, logprob in ranks)
 
 
@@ -148,7 +148,7 @@ def test_chats_tell_the_likeliest_tokens(client: openai.OpenAI, tokenizer: Token
     reply = ask(client, "chat", 4, n=2, max_tokens=30, top_p=0.9)
     for choice, answer in zip(reply.choices, answers, strict=True):
         for told, ranks in zip(choice.logprobs.content, answer.top_logprobs, strict=True):
-            assert [each.token for each in told.top_logprobs] == [tokenizer.name(token) for token, _ in ranks]
+            assert [each.token for each in told.top_logprobs] == [tokenizer.spell((token,)) for token, _ in ranks]
             logprobs = [logprob for _, logprob in ranks]
             assert [each.logprob for each in told.top_logprobs] == pytest.approx(logprobs, abs=EXACT)
             assert all(each.bytes in (None, list(each.token.encode())) for each in told.top_logprobs)

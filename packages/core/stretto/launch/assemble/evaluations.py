@@ -5,7 +5,7 @@ the choice of the best policy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from stretto.launch.preflight.plan import Plan
@@ -30,14 +30,6 @@ def _last_number(prompt: str, completion: str) -> str | None:
     return found[-1].replace(",", "") if found else None
 
 
-def _behind_the_last_sign(prompt: str, completion: str) -> str | None:
-    return _plain(completion.rpartition("=")[2])
-
-
-def _whole(prompt: str, completion: str) -> str | None:
-    return _plain(completion)
-
-
 def _tagged(prompt: str, completion: str) -> str | None:
     found = _TAGGED.findall(completion)
     return _plain(found[-1] if found else completion)
@@ -51,8 +43,8 @@ def _plain(text: str) -> str | None:
 #: By name of the reward: function from (prompt, completion) to the final answer, or None if there is none. Rewards
 #: that are not listed have no maj@n.
 FINAL_ANSWERS: Mapping[str, Callable[[str, str], str | None]] = {
-    "exact_match": _whole,
-    "final_answer": _behind_the_last_sign,
+    "exact_match": lambda prompt, completion: _plain(completion),
+    "final_answer": lambda prompt, completion: _plain(completion.rpartition("=")[2]),
     "last_number": _last_number,
     "math": _of_math,
     "reasoning_gym": _tagged,
@@ -75,11 +67,18 @@ def evaluations(
     held_out = with_samples(held_out, plan)
     sets = [(one, replace(held_out, prompts=prompts, samples=one.samples, name=one.name)) for one, prompts in plan.sets]
     of_best = next((evaluator for one, evaluator in sets if one.name == config.best_of), held_out)
-    best = (
-        _best(plan, folder, _like(of_best, recorder), say)
-        if config.keep_best or config.patience or config.goal
-        else None
-    )
+    best: BestPolicy | None = None
+    if config.keep_best or config.patience or config.goal:
+        best = BestPolicy(
+            folder,
+            say,
+            keeps=config.keep_best,
+            patience=config.patience,
+            least_gain=config.least_gain,
+            goal=config.goal,
+            goal_holds=config.goal_holds,
+            earlier=_like(of_best, recorder),
+        )
     first = PeriodicEvaluation(
         held_out,
         recorder,
@@ -111,18 +110,3 @@ def _like(evaluator: Evaluator, recorder: Recorder) -> list[EvaluationLine]:
     prompts, samples = len(evaluator.prompts), len(evaluator.prompts) * evaluator.samples
     lines = recorder.on_record.get(evaluator.name, ())
     return [line for line in lines if line.is_like(prompts, samples, evaluator.asked)]
-
-
-def _best(plan: Plan, folder: RunFolder, earlier: Sequence[EvaluationLine], say: Callable[[str], None]) -> BestPolicy:
-    """Return what keeps the best policy and ends the run early. `earlier`: recorded evaluations that it counts."""
-    config = plan.recipe.evaluation
-    return BestPolicy(
-        folder,
-        say,
-        keeps=config.keep_best,
-        patience=config.patience,
-        least_gain=config.least_gain,
-        goal=config.goal,
-        goal_holds=config.goal_holds,
-        earlier=earlier,
-    )

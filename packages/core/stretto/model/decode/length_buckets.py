@@ -272,10 +272,6 @@ class LengthBuckets:
         self._most_tokens, self._placed = most_tokens, True
         self.compact()
 
-    def tokens_used(self) -> int:
-        """Total length of the slots held by rows."""
-        return sum(bucket.length for bucket, _ in self._places.values())
-
     def tokens_allocated(self) -> int:
         """Total length of all allocated slots."""
         return sum(bucket.length * bucket.capacity for bucket in self._buckets.values())

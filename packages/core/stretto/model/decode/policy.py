@@ -31,7 +31,7 @@ from stretto.model.decode.length_buckets import CacheLayout, LengthBuckets
 from stretto.model.decode.slot_tables import TableSteps, table_steps
 from stretto.model.decode.steps import CACHED_ATTENTION, DecodeStep, FirstTokens, plan_by_bucket
 from stretto.model.decode.text import TextCache
-from stretto.model.layout import Packing, pack, round_length
+from stretto.model.layout import pack, round_length
 from stretto_kernels.steps.trace import Forward, trace
 
 __all__ = ["CACHED_ATTENTION", "Context", "DecodePolicy", "cache_layout"]
@@ -205,8 +205,11 @@ class DecodePolicy:
         tokens = np.concatenate([context.own for context in packed] + [newest[order]])
         places = [np.arange(context.shared, len(context.token_ids)) for context in packed]
         positions = np.concatenate([*places, lengths[order] - 1])
+        sizes = [len(context.token_ids) for context in packed]
+        shared = [(context.prefix_of, context.shared) for context in packed]
+        packing = pack(sizes, self.layout.device, shared) if packed else None
         entering = tuple(_first_tokens(packed, order)) if packed else ()
-        return DecodeStep(tokens, positions, self._packing(packed), tuple(used), entering), order
+        return DecodeStep(tokens, positions, packing, tuple(used), entering), order
 
     def _logits(self, step: DecodeStep, last: int) -> Tensor:
         """Compute the logits after each of the step's last `last` tokens, [last, V], float32."""
@@ -216,11 +219,6 @@ class DecodePolicy:
         token_ids, position_ids = (torch.from_numpy(x[None]).to(device) for x in (step.token_ids, step.positions))
         plan = plan_by_bucket(step, self._windows, device, self.layout.dtype)
         return self.forward_of_model(token_ids, position_ids, plan, len(step.token_ids), -last)[0].float()
-
-    def _packing(self, packed: Sequence[Context]) -> Packing | None:
-        sizes = [len(context.token_ids) for context in packed]
-        shared = [(context.prefix_of, context.shared) for context in packed]
-        return pack(sizes, self.layout.device, shared) if packed else None
 
 
 def _first_tokens(packed: Sequence[Context], order: Ints) -> Iterator[FirstTokens]:

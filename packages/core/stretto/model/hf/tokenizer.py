@@ -312,10 +312,6 @@ class Tokenizer:
         """Return the text of `ids`, including special tokens."""
         return self._backend.decode(ids, skip_special_tokens=False)
 
-    def name(self, token_id: int) -> str:
-        """Return the text of a single token, special or not."""
-        return self.spell((token_id,))
-
     def _unknown(self, text: str, why: str) -> DataError:
         """Return the error for a text that cannot be encoded; `why`: for the message."""
         known = self._backend.get_vocab()

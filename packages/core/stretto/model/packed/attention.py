@@ -168,11 +168,8 @@ def _quicker_by_products(query_BHLD: Tensor) -> bool:
     """Whether two matmuls are faster than one fused kernel. False while gradients are enabled, because the limits were
     measured for engines."""
     short = query_BHLD.shape[2] in LENGTHS_BY_PRODUCTS and query_BHLD.shape[0] >= FEWEST_BY_PRODUCTS
-    return short and _computes_by_products(query_BHLD) and not torch.is_grad_enabled()
-
-
-def _computes_by_products(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+    on_cpu = query_BHLD.device.type == "cpu" and query_BHLD.dtype == torch.float32
+    return short and on_cpu and not torch.is_grad_enabled()
 
 
 def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
