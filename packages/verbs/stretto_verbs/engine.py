@@ -438,7 +438,7 @@ def _beside(model: SharedModel, lora: LoraConfig | None, config: EngineConfig) -
 
 
 def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool) -> None:
-    """Raise RecipeError if settings of `Engine.load` cannot be combined; names each of them."""
+    """Raise RecipeError, with each mistake, if settings of `Engine.load` cannot be combined. `lora`: is given."""
     found = list[Problem]()
     if shared and apart:
         told = "a model in the memory of this process"

@@ -153,7 +153,7 @@ class LocalTrainer:
         deadlines: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> TrainerApart:
-        """Start a trainer with the same methods in a process of its own.
+        """Start a trainer with the same methods in a process of its own. Other arguments are those of `Trainer`.
 
         Args:
             deadlines: keys of a recipe's section ``[deadlines]``: `start`, `hung`.

@@ -66,8 +66,9 @@ class TableSteps:
         self._tile = chosen(f"{name}, triton {triton_version()}", partial(read_seconds, like_KD, heads), record)
 
     def logits(self, step: DecodeStep, forward: Forward, last: int) -> Tensor:
-        """Logits after each of the step's last `last` tokens, [last, V], float32, in memory of their own. For a step
-        without contexts, `last` must be its number of rows."""
+        """Compute the logits after each of the step's last `last` tokens, [last, V], float32, in memory of their own.
+        For a step without contexts, `last` must be its number of rows. `forward`: that of the model, always the
+        same."""
         run, rows = partial(self._run, forward, step.contexts, last), step.rows
         if step.contexts is None:
             rows = captured_size(rows)

@@ -96,7 +96,7 @@ class StepPlan:
 
     def enter(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write the KV entries of the contexts in layer number `layer`; the rows' newest tokens are left to the
-        caller."""
+        caller. `key`, `value`: [1, K, T, D], of all packed tokens. For plans of `plan_by_bucket` only."""
         for rows in cast("tuple[BucketRows, ...]", self.rows):
             rows.write(layer, *(x.transpose(1, 2)[0] for x in (key, value)))
 
@@ -182,7 +182,8 @@ Reading = Ragged | Dense
 
 def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, dtype: torch.dtype) -> Reading:
     """Choose how the rows of a bucket are read: `Ragged` where compiled loops can (the CPU), else `Dense`. `newest`:
-    positions of their newest tokens; `windows`: attention windows of the layers, None for full attention."""
+    positions of their newest tokens; `windows`: attention windows of the layers, None for full attention; `device`,
+    `dtype`: of the KV cache."""
     if computes(device, dtype):
         return Ragged(newest + 1)
     positions = torch.from_numpy(newest).to(device)
