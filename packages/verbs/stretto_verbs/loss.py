@@ -31,7 +31,8 @@ Loss = str | Mapping[str, Any] | LossFunction
 
 @dataclass(frozen=True)
 class Wanted:
-    """A loss with its settings. `own`: the user's function; then the loss of `algorithm` is not used."""
+    """A checked loss with its settings, made by `wanted`. `aggregation`: how the losses of tokens become one number.
+    `own`: the user's function; then the loss of `algorithm` is not used."""
 
     name: str
     algorithm: AlgorithmConfig

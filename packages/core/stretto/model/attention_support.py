@@ -34,7 +34,8 @@ UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
 
 @dataclass(frozen=True)
 class Requested:
-    """Arguments that one layer passes to its attention function. A window of w tokens includes the query's token."""
+    """Arguments that one layer passes to its attention function. `window`: tokens that a query sees, its own included;
+    None: all. `unsupported`: names of those arguments that neither path computes."""
 
     layer: int
     window: int | None
@@ -47,8 +48,8 @@ class Requested:
 
 @dataclass(frozen=True)
 class Attention:
-    """The attention of a model, whose layers differ only by their window. `windows`: the windows in use, None for full
-    attention.
+    """The attention of a model, whose layers differ only by their window, as `check_attention` finds it. `windows`: the
+    windows in use, in tokens, None for full attention.
 
     Example: ``Attention(layers=26, kv_heads=4, head_dim=256, windows={1024, None})``
     """

@@ -31,7 +31,7 @@ _READING_SECONDS = 60.0  # far more than any readable gold answer takes
 
 @dataclass(frozen=True)
 class Sifted:
-    """Questions whose gold answers can be read. `unreadable`: a problem for each other question."""
+    """Result of `sift`: the questions whose gold answers can be read. `unreadable`: a problem for each other one."""
 
     questions: Questions
     unreadable: tuple[Problem, ...] = ()

@@ -206,7 +206,7 @@ def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype:
 
 @dataclass(frozen=True)
 class BucketRows:
-    """The rows of one bucket in a step; implements `stretto_kernels.steps.trace.Attends`."""
+    """The rows of one bucket in a step, made by `plan_by_bucket`; implements `stretto_kernels.steps.trace.Attends`."""
 
     bucket: Bucket
     newest: slice  # the rows' newest tokens among the packed tokens

@@ -94,7 +94,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """Facts about a model folder, read from its files.
+    """Facts about a model folder, read from its files by `inspect_model_folder`.
 
     Example: ``ModelFolder(path=..., architecture="Qwen3ForCausalLM", parameters=158_784, bytes=636_008, vocab_size=30,
     context_length=256, layers=3, kv_heads=2, head_dim=32, hidden_size=64, eos_token_ids=(1,), dtype="float32")``
