@@ -57,7 +57,7 @@ def marked(batch: Batch, mark: str) -> Batch:
 
 
 def mark_on(batch: Batch) -> str:
-    """Return the mark of the tokenizer of a batch; "": not known."""
+    """Return the mark (`mark_of`) of the tokenizer of a batch; "": not known."""
     return batch.tokenizer if isinstance(batch, _MarkedBatch) else ""
 
 

@@ -94,7 +94,7 @@ class FolderLedger(Ledger):
             raise RunFolderError([Problem(str(self._path.parent), "the ledger is closed", "make it again")])
 
     def awaits(self, group: str) -> bool:
-        """Whether the group is in flight and its results are not recorded yet."""
+        """Whether the group is in flight: issued, and without recorded results. False once the ledger is closed."""
         row = self._live.get(trajectory_id(group, 0))
         return not self.closed and row is not None and row.state is State.IN_FLIGHT
 

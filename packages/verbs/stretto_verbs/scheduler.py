@@ -85,7 +85,8 @@ class GroupScheduler:
         seed: int = 0,
         **settings: Any,
     ) -> None:
-        """
+        """Begin with no group in flight, or go on where the scheduler before this one in the ledger has ended.
+
         Args:
             prompts: texts, token ids, dicts with "prompt" and "answer", or `Prompt`s; each is drawn once per epoch.
             tokenizer: the engine's tokenizer; needed if prompts are texts.

@@ -96,7 +96,8 @@ class LocalTrainer:
         sampling: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> None:
-        """
+        """Load the policy, as version 0, with a new optimizer.
+
         Args:
             model: a Hugging Face folder, or a `stretto.SharedModel`: one model in memory that several trainers share
                 (needs `lora`).

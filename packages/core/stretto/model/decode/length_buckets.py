@@ -218,7 +218,7 @@ class LengthBuckets:
         return self._places[row]
 
     def move(self, row: int, tokens: int) -> None:
-        """Move `row`, with its cached entries, to a bucket for `tokens` tokens."""
+        """Move `row`, with its cached entries, to a bucket of longer slots, for `tokens` tokens."""
         bucket, slot = self._places[row]
         longer, place = self.place(row, tokens)
         bucket.copy_slot(slot, longer, place)

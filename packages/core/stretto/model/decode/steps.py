@@ -64,7 +64,7 @@ class DecodeStep:
 
     @property
     def start(self) -> int:
-        """Index of the first newest token."""
+        """Index of the first row's newest token among the packed tokens."""
         return len(self.token_ids) - self.rows
 
     @property
