@@ -301,10 +301,8 @@ class GroupScheduler:
             return
         self._ledger.check_open()
         if self._ledger.scheduler is not self._claim:
-            told = "another scheduler uses this ledger now"
-            raise RunFolderError(
-                [Problem(str(self._ledger.folder), told, "use the newest scheduler, or a folder for each")]
-            )
+            told, remedy = "another scheduler uses this ledger now", "use the newest scheduler, or a folder for each"
+            raise RunFolderError([Problem(str(self._ledger.folder), told, remedy)])
 
     def _check_own(self, ticket: Ticket, place: str) -> None:
         """Raise DataError for a ticket that `admit` of this scheduler has not returned. Of a group that has ended, a
@@ -372,14 +370,9 @@ class GroupScheduler:
         """Put the ledger's unfinished groups back into the controller; tickets of those in flight go to `_restored`.
         Raises RunFolderError for a group whose prompt this scheduler does not have."""
         for group in ledger.unfinished():
+            failures, bound = state.failures.get(group.id, 0), group.max_staleness
             try:
-                ticket = self._controller.restore(
-                    group.id,
-                    group.admitted_version,
-                    group.trajectories,
-                    state.failures.get(group.id, 0),
-                    group.max_staleness,
-                )
+                ticket = self._controller.restore(group.id, group.admitted_version, group.trajectories, failures, bound)
             except KeyError as error:
                 told = f"has a group of prompt {error.args[0]!r}, which is not among these prompts"
                 raise RunFolderError([Problem(str(ledger.folder), told, "give the prompts of that run")]) from None

@@ -242,10 +242,8 @@ def _destinations(config: OutletsConfig, folder: Path) -> list[str]:
     """Return a sentence for each tool that says where it shows the run."""
     if not config.tools:
         return []
-    told: list[str] = from_package("stretto_report.outlets.supervision:destinations", OUTLETS.key)(
-        config, folder, os.environ
-    )
-    return told
+    destinations = from_package("stretto_report.outlets.supervision:destinations", OUTLETS.key)
+    return list(destinations(config, folder, os.environ))
 
 
 def _new(path: Path, plan: Plan) -> RunFolder:

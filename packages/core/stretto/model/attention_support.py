@@ -100,14 +100,8 @@ def refuse_untrainable(config: PreTrainedConfig) -> None:
     scales = [(name, value) for name in _SCALES if (value := getattr(text, name, None)) not in (None, 1)]
     if caps or scales:
         place, remedy = f"config.json ({text.model_type})", "choose a model whose logits are linear"
-        raise ModelFolderError(
-            Problem(
-                place,
-                f"{name} = {value} changes the logits after the output matrix, which no trainer here computes",
-                remedy,
-            )
-            for name, value in (*caps, *scales)
-        )
+        told = "changes the logits after the output matrix, which no trainer here computes"
+        raise ModelFolderError(Problem(place, f"{name} = {value} {told}", remedy) for name, value in (*caps, *scales))
 
 
 def windows(config: PreTrainedConfig) -> frozenset[int]:

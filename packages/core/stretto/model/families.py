@@ -151,9 +151,8 @@ def measured(config: PreTrainedConfig) -> str:
             except ModelFolderError:
                 return ""  # the loader refuses it too, in its own words
             except Exception as error:  # a module that a path was not made for can fail in any way
-                return (
-                    f"{name} fail on a tiny model of the family: {' '.join(f'{type(error).__name__}: {error}'.split())}"
-                )
+                told = " ".join(f"{type(error).__name__}: {error}".split())
+                return f"{name} fail on a tiny model of the family: {told}"
             if not gap <= _ROUNDING:
                 return f"{name} differ from the model's own forward by {gap:.1g} nats on a tiny model of the family"
     return ""

@@ -368,23 +368,17 @@ def _checkpointing(context: RunContext, roles: Roles, controller: Controller) ->
 
 
 def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluator:
-    plan = context.plan
+    plan, generate, score = context.plan, roles.engines.generate, roles.rewards.score_group
     return Evaluator(
         prompts=plan.held_out,
         sampling=plan.sampling,
         seed=plan.recipe.evaluation.seed,
-        generate=roles.engines.generate,
-        score=roles.rewards.score_group,
+        generate=generate,
+        score=score,
         detokenize=plan.tokenizer.decode,
         count=recorder.evaluation_sampled,
         keep=recorder.held_out,
-        converse=conversing(
-            plan,
-            roles.workflows,
-            roles.engines.generate,
-            roles.rewards.score_group,
-            recorder.evaluation_sampled,
-        ),
+        converse=conversing(plan, roles.workflows, generate, score, recorder.evaluation_sampled),
     )
 
 

@@ -62,15 +62,12 @@ def engine_parts(plan: Outline) -> dict[str, int]:
     The KV cache is that of all slots at full length, at most `engine.cache_gib`; a server on GPUs takes all of
     `engine.cache_gib` at its start.
     """
-    recipe, base = plan.recipe, plan.base
-    item = BYTES[recipe.engine.dtype]
-    full = recipe.engine.slots * plan.longest_sequence * base.layers * 2 * base.kv_heads * base.head_dim * item
-    if recipe.engine.kind != "native" and not recipe.engine.on_cpu:
-        return {"weights of the engine": base.parameters * item, "cache": recipe.engine.cache_bytes}
-    parts = {"weights of the engine": base.parameters * item, "cache": min(full, recipe.engine.cache_bytes)}
-    return parts | (
-        {"step": engine_step(shape_of_model(base), recipe.engine)} if recipe.engine.kind == "native" else {}
-    )
+    engine, base = plan.recipe.engine, plan.base
+    item, native = BYTES[engine.dtype], engine.kind == "native"
+    full = engine.slots * plan.longest_sequence * base.layers * 2 * base.kv_heads * base.head_dim * item
+    cache = min(full, engine.cache_bytes) if native or engine.on_cpu else engine.cache_bytes
+    parts = {"weights of the engine": base.parameters * item, "cache": cache}
+    return parts | {"step": engine_step(shape_of_model(base), engine)} if native else parts
 
 
 def engine_step(shape: ModelShape, config: EngineConfig) -> int:

@@ -267,9 +267,8 @@ def _check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Raise RecipeError, WorkflowError or ModelFolderError if agents of the recipe cannot be started or cannot reach
     the policy; do nothing for a recipe without agents."""
     if isinstance(recipe.workflow, AgentConfig):
-        from_package("stretto_app.extensions.agents:check_agents", "workflow.kind", "stretto_gateway")(
-            recipe, tokenizer
-        )
+        check = from_package("stretto_app.extensions.agents:check_agents", "workflow.kind", "stretto_gateway")
+        check(recipe, tokenizer)
 
 
 def _check_descriptors(recipe: Recipe) -> None:

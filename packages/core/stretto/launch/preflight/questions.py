@@ -222,9 +222,8 @@ def encode_demonstrations(
             problems += (Problem(place_of(question), problem.found, problem.remedy) for problem in error.problems)
             continue
         if (length := len(prompt.token_ids) + len(answer)) > context:
-            problems.append(
-                Problem(place_of(question), f"prompt and demonstration of {length} tokens", f"{context} fit")
-            )
+            found = f"prompt and demonstration of {length} tokens"
+            problems.append(Problem(place_of(question), found, f"{context} fit"))
         shown.append(Demonstration(prompt_ids=prompt.token_ids, completion_ids=answer))
     refuse(problems)
     return tuple(shown)

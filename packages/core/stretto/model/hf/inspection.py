@@ -120,9 +120,8 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
     or larger than the embedding, no end-of-sequence token."""
     folder = Path(path)
     if found := folder_fault(folder):
-        raise ModelFolderError(
-            [Problem(str(folder), found, f"a Hugging Face model folder is needed{_meant_by(folder)}")]
-        )
+        remedy = f"a Hugging Face model folder is needed{_meant_by(folder)}"
+        raise ModelFolderError([Problem(str(folder), found, remedy)])
     problems: list[Problem] = []
     shape = shape_of(folder, problems)
     tensors, size = _weights(folder, problems)
