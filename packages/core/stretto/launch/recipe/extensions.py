@@ -31,9 +31,8 @@ class GatewayConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class AgentConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Section ``[workflow]`` of a recipe with ``kind = "agent"``: trajectories are made by any program that uses the
-    policy as a chat server, by the base URL of its client. Without `command` and `function`, external services open
-    the sessions over HTTP."""
+    """Section ``[workflow]`` of a recipe with ``kind = "agent"``: any program that reaches the policy through the base
+    URL of its client. Without `command` and `function`, external services open the sessions over HTTP."""
 
     kind: Literal["agent"] = Field(description="programs that speak HTTP make the trajectories")
     command: Texts = Field((), description="a program and its arguments; started once for each trajectory")

@@ -20,7 +20,7 @@ from stretto.store.config import TokensConfig
 
 
 class ModelConfig(BaseModel, extra="forbid", frozen=True):
-    """Section ``[model]``, the initial policy: a Hugging Face folder, or a new model with random weights."""
+    """Initial policy: a Hugging Face folder, or a new model with random weights."""
 
     path: str | None = Field(None, description="Hugging Face folder, relative to the recipe's folder")
     build: BuildConfig | None = Field(None, description="architecture and alphabet of a new model")
@@ -60,7 +60,7 @@ StopText = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP, pattern=r
 
 
 class SamplingConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Section ``[sampling]``; engine and trainer compute the same distribution.
+    """Sampling of completions; engine and trainer compute the same distribution.
 
     Temperature applies first, then top_k, top_p, min_p; log-probabilities are of the resulting distribution.
     """
@@ -98,8 +98,7 @@ class EvaluationSet(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Section ``[evaluation]``: held-out accuracy, sampled as in training but with a fixed seed, at the start, at the
-    end and between."""
+    """Held-out accuracy, sampled as in training but with a fixed seed: at the start, at the end and between."""
 
     prompts: int = Field(512, ge=1, description="held-out prompts of each evaluation")
     samples: int = Field(1, ge=1, le=1024, description="completions of each prompt")
@@ -139,7 +138,7 @@ class EvaluationConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fal
 
 
 class LoggingConfig(OutletsConfig, TokensConfig, extra="forbid", frozen=True):
-    """Section ``[logging]``: per-token data to keep, and the tools that show a run (docs/reference/metrics.md).
+    """Per-token data to keep, and the tools that show a run (docs/reference/metrics.md).
 
     Example: ``LoggingConfig(to=("wandb",), project="arithmetic", tokens="none")``
     """

@@ -13,7 +13,7 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 class BuildConfig(BaseModel, extra="forbid", frozen=True):
-    """Section ``[model.build]``: shape of a new model, and its alphabet."""
+    """Shape of a new model, and its alphabet."""
 
     family: Literal["qwen3", "qwen2", "llama"] = Field("qwen3", description="architecture, as transformers names it")
     hidden_size: int = Field(64, ge=8, le=16_384, description="width of the residual stream")
