@@ -101,8 +101,9 @@ def test_adapters_come_to_their_own_base_in_any_dtype_and_to_no_other(
         with pytest.raises(stretto.DataError, match=r"trained beside other weights than those of .*other, by model.*"):
             engine.update(trainer.weights())
         assert engine.version == 0
-        engine.update(stretto.Trainer(folder).weights())  # a whole policy has its base in it
-        assert engine.update(trainer.weights()) == 1
+        engine.update(replace(stretto.Trainer(folder).weights(), version=1))  # a whole policy has its base in it
+        assert engine.update(replace(trainer.weights(), version=2)) == 2
+        assert engine.score([(*PROMPT, 3, 4)])[0] == pytest.approx(scored(trainer, (*PROMPT, 3, 4)), abs=1e-4)
 
 
 def test_no_weights_come_into_a_shared_model(folder: Path, data: list[stretto.Datum]) -> None:
@@ -210,6 +211,20 @@ def test_weights_that_are_older_or_of_another_model_are_refused_and_the_engine_g
         with pytest.raises(stretto.RefusedRequest, match="at least 1, the version in use"):
             engine.update(stretto.Trainer(folder).weights())
         assert set(engine.sample(PROMPT, max_tokens=4)[0].versions) == {engine.version} == {1}
+
+
+def test_an_engine_apart_takes_weights_of_version_0_only_if_they_are_those_of_its_folder(
+    folder: Path, tmp_path: Path, warm: None
+) -> None:
+    """It would not load them, and would have them only after its process is replaced."""
+    build_policy(TINY, tmp_path / "other", seed=2)
+    with stretto.Engine.load(folder, apart=True, cache_gib=0.05) as engine:
+        before = engine.score([PROMPT])
+        for same in (stretto.Trainer(folder), stretto.Trainer(folder, lora=4)):
+            assert engine.update(same.weights()) == 0
+        with pytest.raises(stretto.RefusedRequest, match="version: 0, which is in use with other weights; a version"):
+            engine.update(stretto.Trainer(tmp_path / "other").weights())
+        assert engine.score([PROMPT]) == before
 
 
 def test_an_update_that_failed_is_waited_for_when_it_comes_again(

@@ -38,8 +38,8 @@ class SourceHere:
     """Runs the native engine in the thread of `background`. All methods but `close` must be called in that thread."""
 
     def __init__(self, engine: NativeEngine, *, fixed: bool = False) -> None:
-        """Start to step the engine. `fixed`: its weights are also those of other engines and trainers, and never
-        change."""
+        """Start a task in the background thread that takes the engine's steps. `fixed`: its weights are also those of
+        other engines and trainers, so that `update` refuses all others."""
         self._fixed = fixed
         self._generation = SharedGeneration(engine)
         self._steps = background().start(self._generation.run())
@@ -155,8 +155,8 @@ class SourceApart:
         self._shapes = Parameters(skeleton(model))
         self._tasks: list[asyncio.Future[Any]] = []
         self._changing = asyncio.Lock()
-        self._digests = dict[str, TensorDigest]()  # of the weights that were published last
-        self._closed = False
+        self._digests = dict[str, TensorDigest]()  # of the weights of the last `update`; empty before the first
+        self._model, self._closed = model, False
         try:
             with told_if_slow(f"Engine.load, {config.count} of kind {config.kind!r}", self._folder):
                 background().call(self._start())
@@ -226,9 +226,8 @@ class SourceApart:
                 raise RefusedRequest("version", str(weights.version), f"at least {used}, the version in use")
             tensors = merged(self._base, weights.tensors) if self._base else weights.tensors
             self._shapes.check(weights.version, tensors)  # refusing engines would be replaced for ever
-            if weights.version == used and self._digests:  # an engine does not load a version again
-                found = await asyncio.to_thread(_digests_of, tensors)
-                if self._digests.keys() ^ found.keys() or differing(self._digests, found):
+            if weights.version == used:  # an engine does not load a version again
+                if not await asyncio.to_thread(self._are_in_use, tensors):
                     told, allowed = f"{used}, which is in use with other weights", f"a version above {used}"
                     raise RefusedRequest("version", told, allowed)
             else:
@@ -236,6 +235,16 @@ class SourceApart:
                 self._digests = await asyncio.to_thread(publish, weights.version, tensors.items())
                 self._pool.publish(weights.version)
             await self._pool.reach(weights.version)
+
+    def _are_in_use(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether weights of the version in use are those that were published last, or, before the first `update`,
+        those of the model folder."""
+        known = self._digests
+        if not known:
+            base = self._base or _parameters(self._model)
+            known, tensors = _digests_of(base), merged(base, tensors)
+        found = _digests_of(tensors)
+        return not (known.keys() ^ found.keys() or differing(known, found))
 
     def close(self) -> Future[None] | None:
         """Begin to end the processes; returns a future of their end, None if it was called before. May be called in any
