@@ -6,7 +6,9 @@
 """
 
 import inspect
+import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -22,7 +24,7 @@ import torch
 import stretto
 from stretto.store.lock import is_held
 from stretto_verbs import role
-from stretto_verbs.trainer_apart import CallResult, TrainerApart
+from stretto_verbs.trainer_apart import UNDO, CallResult, TrainerApart, receive, send
 from tests.verbs.conftest import warmed
 from tests.verbs.losses import likelihood
 
@@ -164,6 +166,21 @@ def test_a_gradient_whose_call_was_interrupted_does_not_count(
     assert norms == [norms[0]] * 3
     with pytest.raises(stretto.DataError, match="there is no gradient"):
         apart.optim_step()
+
+
+def test_undoing_a_call_that_the_process_could_not_read_keeps_the_gradient_before_it(
+    folder: Path, data: list[stretto.Datum]
+) -> None:
+    near, far = multiprocessing.Pipe()
+    threading.Thread(target=role.serve, args=(far,), daemon=True).start()
+    told, nothing = pickle.dumps(((data, "cross_entropy"), {})), pickle.dumps(((), {}))
+    calls = (("", pickle.dumps(((folder,), {}))), ("forward_backward", told), ("forward_backward", b"no pickle"))
+    errors = []
+    for number, (method, packed) in enumerate((*calls, (UNDO, nothing), ("optim_step", nothing))):
+        send(near, (number, method, packed))
+        errors.append(receive(near)[3])
+    near.close()
+    assert [type(error) for error in errors] == [type(None), type(None), stretto.RecipeError, type(None), type(None)]
 
 
 def test_a_call_that_was_interrupted_within_a_message_ends_the_trainer(

@@ -35,6 +35,8 @@ def serve(connection: Connection) -> None:
             return
         number, method, packed = call
         value, error = None, None
+        if trainer is not None and method != UNDO:
+            before = trainer.gradient if method == "forward_backward" else []
         try:
             arguments, named = _unpacked(method, packed)
             if trainer is None:
@@ -42,7 +44,6 @@ def serve(connection: Connection) -> None:
             elif method == UNDO:
                 trainer.gradient = before
             else:
-                before = trainer.gradient if method == "forward_backward" else []
                 value = _movable(getattr(trainer, method)(*arguments, **named))
         except Exception as raised:  # from a user's loss, or from torch: it is raised in the caller's process
             traceback.print_exc()
