@@ -87,10 +87,7 @@ MODEL = ArgumentKind(
 
 def check_targets(model: PreTrainedModel, lora: LoraConfig, place: str) -> None:
     """Check that the settings name at least one linear layer of the model. `place`: name of the argument, for messages.
-
-    Raises:
-        RecipeError: they name none; lists the names of the model's layers.
-    """
+    Raises RecipeError if they name none; lists the names of the model's layers."""
     names = linear_layers(model)
     if not any(lora.targets(name) for name in names):
         allowed = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
@@ -100,11 +97,7 @@ def check_targets(model: PreTrainedModel, lora: LoraConfig, place: str) -> None:
 
 def lora_of(given: Lora, place: str) -> LoraConfig | None:
     """Convert a rank, a dict or a LoraConfig to a LoraConfig; None stays None. A rank alone gets alpha = 2 rank.
-    `place`: name of the argument, for messages.
-
-    Raises:
-        RecipeError: a setting is invalid.
-    """
+    `place`: name of the argument, for messages. Raises RecipeError if a setting is invalid."""
     if given is None or isinstance(given, LoraConfig):
         return given
     if isinstance(given, bool) or not isinstance(given, int | dict):
@@ -205,11 +198,7 @@ def with_base(write: Callable[[Path], None], base: Mapping[str, int]) -> Callabl
 
 def check_base_of(checkpoint: Path, base: Mapping[str, int]) -> None:
     """Check that the adapters of a checkpoint were trained beside the same weights as those of a trainer, with the
-    marks `base`. A checkpoint without marks is accepted.
-
-    Raises:
-        StoreError: they were trained beside others.
-    """
+    marks `base`. A checkpoint without marks is accepted. Raises StoreError if they were trained beside others."""
     try:
         theirs = msgspec.json.decode((checkpoint / _BASE).read_bytes(), type=dict[str, int])
     except FileNotFoundError:
@@ -222,7 +211,7 @@ def merged(base: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping
     """Return the parameters of a whole policy.
 
     If `tensors` are adapters, that is `base` with W + B A for each weight W that has adapters A and B (B is already
-    scaled). Otherwise it is `tensors` itself.
+    scaled), on the device of `base`. Otherwise it is `tensors` itself.
 
     Raises:
         TornPublication: `base` has no such W: the adapters belong to another model.
@@ -232,5 +221,5 @@ def merged(base: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> Mapping
         return tensors
     if missing := [layer for layer in layers if f"{layer}.weight" not in base]:
         raise TornPublication(f"these adapters are not of this model: it has no layer {missing[0]}")
-    sums = {f"{one}.weight": base[f"{one}.weight"] + tensors[one + LORA_B] @ tensors[one + LORA_A] for one in layers}
-    return {**base, **sums}
+    products = {f"{one}.weight": tensors[one + LORA_B] @ tensors[one + LORA_A] for one in layers}
+    return {**base, **{name: base[name] + product.to(base[name].device) for name, product in products.items()}}
