@@ -188,6 +188,14 @@ def test_a_file_is_not_replaced_and_an_older_model_is(folder: Path, tmp_path: Pa
     assert stretto.Trainer(place).tokenizer.encode("3") == trainer.tokenizer.encode("3")
 
 
+@pytest.mark.parametrize("place", [".", "..", "/"])
+def test_a_folder_is_given_by_its_name(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new one is renamed to it."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(stretto.ModelFolderError, match="is no name of its own; give a new folder, or an empty one"):
+        stretto.build_model(place)
+
+
 def test_tokens_of_another_tokenizer_are_refused_by_scheduler_and_trainer(
     engine: stretto.Engine, trainer: stretto.Trainer, tmp_path: Path
 ) -> None:

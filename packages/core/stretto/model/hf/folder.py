@@ -231,21 +231,21 @@ def _say_dtype(config: Path, dtype: str) -> None:
 
 def check_replaceable(path: Path, known: Iterable[str] = ()) -> None:
     """Refuse to replace a folder that contains other files than those of a model; a missing path is accepted. `known`:
-    further file names that may be replaced.
-
-    Raises:
-        ModelFolderError: names such a file; or `path` is no folder.
-    """
-    if not path.exists():
-        if path.is_symlink():
-            raise ModelFolderError([Problem(str(path), "is a link to nothing", "give a new folder, or an empty one")])
-        return
-    if not path.is_dir():
-        raise ModelFolderError([Problem(str(path), "is there, and no folder", "give a new folder, or an empty one")])
-    names, known = sorted(entry.name for entry in path.iterdir()), set(known)
-    if others := [name for name in names if name not in known and not any(fnmatch(name, one) for one in _PARTS)]:
-        more = f" and {len(others) - 1} more" if len(others) > 1 else ""
-        found = f"holds {others[0]}{more}, no part of a model, which would be lost"
+    further file names that may be replaced. Raises ModelFolderError for the first such file, for a path that is no
+    folder, and for one like "..", that no new folder could be renamed to."""
+    found = ""
+    if path.name in ("", ".."):
+        found = "is no name of its own"
+    elif not path.exists():
+        found = "is a link to nothing" if path.is_symlink() else ""
+    elif not path.is_dir():
+        found = "is there, and no folder"
+    else:
+        names, known = sorted(entry.name for entry in path.iterdir()), set(known)
+        if others := [name for name in names if name not in known and not any(fnmatch(name, one) for one in _PARTS)]:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            found = f"holds {others[0]}{more}, no part of a model, which would be lost"
+    if found:
         raise ModelFolderError([Problem(str(path), found, "give a new folder, or an empty one")])
 
 
