@@ -71,6 +71,11 @@ def no_header(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 4) + b"[1]!")
 
 
+def texts_for_numbers(folder: Path) -> None:
+    header = json.dumps({"embed_tokens.weight": {"dtype": "F32", "shape": ["6"], "data_offsets": ["0", "4"]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+
+
 def shards(folder: Path) -> None:
     weights = dict.fromkeys(load_file(folder / "model.safetensors"), "model-1.safetensors")
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
@@ -109,6 +114,7 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (cut, "its header says"),
     (long_header, "announces a header of 1,099,511,627,776 bytes"),
     (no_header, "has a header that cannot be read"),
+    (texts_for_numbers, "has a header that cannot be read (ValidationError: Expected `int`, got `str`"),
     (lambda folder: (folder / "model.safetensors").write_bytes(b"abc"), "is 3 bytes, too short"),
     (shards, "model-2.safetensors: no such file"),
     (shards, "lists model.ghost.weight"),

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from stretto.core.errors import ModelFolderError, Problem, folder_fault, nearest
+import msgspec
+
+from stretto.core.errors import UNREADABLE, ModelFolderError, Problem, folder_fault, nearest
 
 _LENGTH = struct.Struct("<Q")
 _LARGEST_HEADER = 100 << 20  # the format's own limit
@@ -73,16 +75,22 @@ def read_headers(file: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
+class _Entry(msgspec.Struct, frozen=True):
+    """A tensor in the header of a safetensors file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 def _parse(header: bytes) -> dict[str, TensorHeader]:
     try:
-        entries = json.loads(header)
-        return {
-            name: TensorHeader(entry["dtype"], tuple(entry["shape"]), entry["data_offsets"][1])
-            for name, entry in entries.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError) as error:
+        raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
+    except UNREADABLE as error:
         raise BrokenHeader(f"has a header that cannot be read ({type(error).__name__}: {error})") from None
+    return {name: TensorHeader(one.dtype, one.shape, one.data_offsets[1]) for name, one in entries.items()}
 
 
 _ADAPTER = "adapter_model.safetensors"
