@@ -258,6 +258,11 @@ def test_a_name_that_leads_nowhere_is_refused_with_the_recipe(broken: Path, key:
     assert words in str(problem)
 
 
+def test_a_module_name_that_is_too_long_for_a_file_is_refused_with_the_recipe() -> None:
+    with pytest.raises(RecipeError, match="algorithm.loss: cannot import 'aaa"):
+        load_recipe(TINY, [f"algorithm.loss={'a' * 300}:loss"])
+
+
 def test_the_dry_run_names_all_of_them_at_once(laboratory: Laboratory, broken: Path) -> None:
     recipe = broken / "recipe.toml"
     text = TINY.read_text().replace("max_staleness = 1\n", "max_staleness = 1\nfilter = 'broken:keeps'\n")

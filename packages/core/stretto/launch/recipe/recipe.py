@@ -62,7 +62,7 @@ def is_beside(name: object, folder: Path) -> bool:
     if not (isinstance(name, str) and is_own(name)):
         return False
     module = folder / name.partition(":")[0].partition(".")[0]
-    return module.is_dir() or module.with_suffix(".py").is_file()
+    return os.path.isdir(module) or os.path.isfile(f"{module}.py")  # unlike those of `Path`, false for any text
 
 
 def named_in_doors(tree: Mapping[str, Any]) -> Iterator[object]:
