@@ -5,10 +5,16 @@ left, nothing starts; one that takes too long is an error, and never left out on
 reward without a reader of gold answers leaves out nothing.
 """
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from stretto.core.errors import DataError
+from stretto.launch.preflight.plan import make_plan
 from stretto.launch.preflight.questions import sift
+from stretto.launch.recipe.recipe import validate
 from stretto.rewards.config import RewardsConfig
 from stretto.rollout.questions import Question, Questions
 
@@ -28,6 +34,28 @@ def test_questions_whose_gold_answer_cannot_be_read_are_left_out_and_told() -> N
     assert count.startswith("2 questions are left out")
     assert first.startswith("rows.jsonl:2: ")
     assert "too large" in second or "tower" in second
+
+
+@pytest.mark.usefixtures("untried")
+def test_those_of_a_further_set_are_told_with_its_name(policy: Path, tmp_path: Path) -> None:
+    files = {"rows": ("3", "4"), "more": ("5", "none")}
+    for name, golds in files.items():
+        rows = [json.dumps({"prompt": f"{at}+1=", "answer": gold}) for at, gold in enumerate(golds)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    more = tmp_path / "more.jsonl"
+    tree: dict[str, Any] = {
+        "model": {"path": str(policy)},
+        "task": {"kind": "jsonl", "file": str(tmp_path / "rows.jsonl"), "held_out": 1},
+        "trainer": {},
+        "sampling": {"max_tokens": 4},
+        "rewards": {"function": "last_number"},
+        "evaluation": {"sets": [{"name": "more", "source": {"data": str(more)}}]},
+    }
+    plan = make_plan(validate(tree, "recipe.toml"))
+    assert [prompt.text for _, prompts in plan.sets for prompt in prompts] == ["0+1="]
+    count, first = [note for note in plan.notes if note.startswith("evaluation set more: ")]
+    assert count.startswith("evaluation set more: 1 questions are left out")
+    assert f"{more}:2" in first
 
 
 def test_however_many_gold_answers_there_are_the_patience_of_a_run_is_not_their_deadline() -> None:

@@ -153,7 +153,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     with mistakes:
         training, held_out = encoded_within_limits(recipe, questions, tokenizer, longest)
     with mistakes:
-        sets, asked = _sets(recipe, read_sets, tokenizer, longest)
+        sets, asked, left_out = _sets(recipe, read_sets, tokenizer, longest)
     mistakes.done()
     rows = (*training.questions, *held_out.questions, *asked)
     if isinstance(recipe.workflow, WorkflowConfig):
@@ -181,6 +181,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
             *filter(None, (*questions.notes, training.note, held_out.note)),
             *advice("notes:first_notes", recipe, questions, tokenizer),
             *sifted.warnings,
+            *left_out,
             *advice("notes:last_notes", recipe, questions, asked, tried=has_policy),
         ),
     )
@@ -337,20 +338,21 @@ def encoded_within_limits(
 
 def _sets(
     recipe: Recipe, read: Sequence[list[Question]], tokenizer: Tokenizer, longest: int
-) -> tuple[tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...], list[Question]]:
+) -> tuple[tuple[tuple[EvaluationSet, tuple[Prompt, ...]], ...], list[Question], list[str]]:
     """Encode the further sets of questions. Questions with unreadable gold answers are left out. `read`: the questions
     of each set, in the order of the recipe; `longest`: most tokens of a prompt.
 
-    Returns the sets with their prompts, and all of their questions. Raises DataError for a prompt that cannot be
-    encoded or is too long, or a set without a readable gold answer.
+    Returns the sets with their prompts, all of their questions, and a warning for each that was left out. Raises
+    DataError for a prompt that cannot be encoded or is too long, or a set without a readable gold answer.
     """
     found: list[tuple[EvaluationSet, tuple[Prompt, ...]]] = []
-    asked: list[Question] = []
+    asked, told = list[Question](), list[str]()
     for one, questions in zip(recipe.evaluation.sets, read, strict=True):
-        kept = sift(recipe.rewards, Questions(questions, [])).questions.training
+        kept = (sifted := sift(recipe.rewards, Questions(questions, []))).questions.training
         found.append((one, encode_prompts(kept, tokenizer, longest)))
         asked += kept
-    return tuple(found), asked
+        told += [f"evaluation set {one.name}: {warning}" for warning in sifted.warnings]
+    return tuple(found), asked, told
 
 
 def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tuple[PromptSource, ...]:
