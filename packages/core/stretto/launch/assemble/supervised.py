@@ -32,6 +32,7 @@ from stretto.trainer.messages import (
     SupervisedSpec,
 )
 
+_PIECE = 1 << 24  # bytes of a file of weights that are in memory at a time
 _LESS = "a smaller micro_batch_tokens of its section, or activation_checkpointing = true there, needs less"
 
 OnLearning = Callable[[SupervisedProgress], None]  #: called with the progress of the training
@@ -174,7 +175,9 @@ def warm_start_key(plan: Plan) -> str:
     weights = xxhash.xxh3_128()
     for file in sorted(path for path in plan.base.path.iterdir() if path.is_file()):
         weights.update(file.name.encode())
-        weights.update(file.read_bytes())
+        with file.open("rb") as stream:
+            while piece := stream.read(_PIECE):
+                weights.update(piece)
     shown = xxhash.xxh3_128(msgspec.msgpack.encode(plan.demonstrations)).hexdigest()
     return digest(__version__, weights.hexdigest(), shown, recipe.warm_start.model_dump_json(), recipe.seed)
 
