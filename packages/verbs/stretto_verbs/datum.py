@@ -104,7 +104,7 @@ Data = Batch | Sequence[Datum]
 @dataclass(frozen=True)
 class Forward:
     """Result of `Trainer.forward` and `forward_backward`: log-probabilities under the policy before the step, the loss
-    (NaN for `forward`), and metrics (docs/reference/metrics.md; none of `forward`).
+    (NaN for `forward`), and metrics (docs/reference/metrics.md). `forward` gives no metrics.
 
     Example::
 

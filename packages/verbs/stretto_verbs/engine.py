@@ -324,8 +324,8 @@ class LocalEngine:
         template_arguments: Mapping[str, Any] | None = None,
         **settings: Any,
     ) -> list[TextCompletion]:
-        """Sample the next message of each conversation, rendered by the chat template of the model folder; returns them
-        in the order of the conversations.
+        """Sample the next message of each conversation, rendered by the chat template of the model folder. Returns one
+        completion for each, in their order.
 
         Args:
             messages: one conversation, or a list; a conversation is a list of messages with ``role`` and ``content``.

@@ -33,56 +33,14 @@ from stretto_workflows.sessions import TrajectorySessions, unfinished_sessions
 _KEEP_SECONDS = 1.0
 
 
-class FolderLedger(Ledger):
-    """The ledger in a folder, which only one process at a time can open. An existing ledger is continued.
-
-    Example::
-
-        # What became of the trajectories of a loop, and a fact of its own that is kept with them.
-        with stretto.Ledger("loop") as ledger:
-            scheduler = stretto.Scheduler([(2, 3, 4)], batch_size=1, group_size=2, ledger=ledger)
-            ticket = scheduler.admit()
-            ledger.put("note", "one group is in flight")
-            print(ledger.balance().in_flight, ledger.get("note", str))
-
-    Any thread may call it. A caller holds `lock` while it makes several changes that belong together. Once the ledger
-    is closed, its methods raise RunFolderError. A kill loses no batch that was taken and no group that was finished. If
-    an engine has this ledger (`Engine.load(..., ledger=...)`) and samples the scheduler's tickets, a kill loses only
-    the tokens of the last one or two seconds. Other completions in flight are sampled again from their first token.
+class _AnyThread(Ledger):
+    """A ledger that several threads may call. The scheduler's thread makes changes; the background thread journals the
+    tokens in flight. A caller holds `lock` while it makes several changes that belong together.
     """
 
-    def __init__(self, folder: str | Path, **settings: Any) -> None:
-        """Open or create the ledger in `folder`, and lock the folder. `settings`: keys of a recipe's section
-        ``[store]``.
-
-        Raises:
-            RunFolderError: another process has it open, or the folder cannot be created.
-            StoreError: the file in the folder is no ledger, or is damaged.
-            RecipeError: a setting is invalid.
-        """
-        check("Ledger", folder=(folder, FOLDER))
+    def __init__(self, path: Path, config: StoreConfig) -> None:
         self.lock, self.closed = threading.RLock(), False
-        self.folder = Path(folder).expanduser()
-        config = checked(settings, "Ledger", StoreConfig)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            found = f"cannot be created: {error.strerror}"
-            raise RunFolderError([Problem(str(folder), found, "give another folder")]) from error
-        self._release = weakref.finalize(self, os.close, lock.acquire(self.folder))
-        self.scheduler: object = None  # the newest scheduler with this ledger; older ones may make no changes
-        self._file_of_all = self.folder / "ledger.sqlite"
-        try:
-            super().__init__(self._file_of_all, config)
-            self._end(Ending("running"))
-        except BaseException:
-            self._release()
-            raise
-
-    def _end(self, ending: Ending) -> None:
-        """Record how the loop ended, for readers of the folder. A run folder (with recipe.toml) has its own record."""
-        if not (self.folder / "recipe.toml").exists():
-            Ledger.put(self, ENDING, ending)
+        super().__init__(path, config)
 
     def check_open(self) -> None:
         """Check that the ledger is open.
@@ -164,8 +122,59 @@ class FolderLedger(Ledger):
             self.check_open()
             super().flush()
 
+
+class FolderLedger(_AnyThread):
+    """The ledger in a folder, which only one process at a time can open. An existing ledger is continued.
+
+    Example::
+
+        # What became of the trajectories of a loop, and a fact of its own that is kept with them.
+        with stretto.Ledger("loop") as ledger:
+            scheduler = stretto.Scheduler([(2, 3, 4)], batch_size=1, group_size=2, ledger=ledger)
+            ticket = scheduler.admit()
+            ledger.put("note", "one group is in flight")
+            print(ledger.balance().in_flight, ledger.get("note", str))
+
+    Any thread may call it. Once it is closed, its methods raise RunFolderError. A kill loses no batch that was taken
+    and no group that was finished. If an engine has this ledger (`Engine.load(..., ledger=...)`) and samples the
+    scheduler's tickets, a kill loses only the tokens of the last one or two seconds. Other completions in flight are
+    sampled again from their first token.
+    """
+
+    def __init__(self, folder: str | Path, **settings: Any) -> None:
+        """Open or create the ledger in `folder`, and lock the folder. `settings`: keys of a recipe's section
+        ``[store]``.
+
+        Raises:
+            RunFolderError: another process has it open, or the folder cannot be created.
+            StoreError: the file in the folder is no ledger, or is damaged.
+            RecipeError: a setting is invalid.
+        """
+        check("Ledger", folder=(folder, FOLDER))
+        self.folder = Path(folder).expanduser()
+        config = checked(settings, "Ledger", StoreConfig)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            found = f"cannot be created: {error.strerror}"
+            raise RunFolderError([Problem(str(folder), found, "give another folder")]) from error
+        self._release = weakref.finalize(self, os.close, lock.acquire(self.folder))
+        self.scheduler: object = None  # the newest scheduler with this ledger; older ones may make no changes
+        self._file_of_all = self.folder / "ledger.sqlite"
+        try:
+            super().__init__(self._file_of_all, config)
+            self._end(Ending("running"))
+        except BaseException:
+            self._release()
+            raise
+
+    def _end(self, ending: Ending) -> None:
+        """Record how the loop ended, for readers of the folder. A run folder (with recipe.toml) has its own record."""
+        if not (self.folder / "recipe.toml").exists():
+            Ledger.put(self, ENDING, ending)
+
     def batches(self, after: int) -> Sequence[Batch]:
-        """Read the recorded batches of all steps after step `after`, oldest first; empty if there are none.
+        """Read the recorded batches of all steps after step `after`. The oldest is first; empty if there are none.
 
         Raises:
             StoreError: a batch is not recorded completely.
@@ -174,7 +183,8 @@ class FolderLedger(Ledger):
         return list(read_batches(self._file_of_all, after, self.last_step() or after))
 
     def unfinished(self) -> Sequence[UnfinishedGroup]:
-        """Read the groups that are in flight (without trajectories) or buffered, in the order of their admission.
+        """Read the groups that are in flight or buffered, in the order of their admission. Those in flight have no
+        trajectories.
 
         Raises:
             StoreError: a group is not recorded completely.

@@ -177,8 +177,8 @@ class GroupScheduler:
             return ticket
 
     async def tickets(self) -> AsyncIterator[Ticket]:
-        """Yield the ticket of each group as soon as it may be admitted, waiting for calls of other methods in the same
-        event loop; never ends."""
+        """Yield the ticket of each group as soon as it is admitted; never ends. Waits for calls of other methods in the
+        same event loop."""
         while True:
             while (ticket := self.admit()) is not None:
                 yield ticket

@@ -186,8 +186,8 @@ class LocalTrainer:
 
     @property
     def gradient(self) -> Gradient:
-        """The gradient that `optim_step` will use, not copied: for each trained parameter, in the model's order, a
-        tensor, or None where no loss has been added yet. Can be set to such a list."""
+        """The gradient that `optim_step` will use: a tensor or None for each trained parameter. It is not copied; None:
+        no loss was added yet. Can be set to such a list, in the model's order."""
         return gradient_of(self._learner.model)
 
     @gradient.setter
