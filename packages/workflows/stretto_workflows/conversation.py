@@ -42,7 +42,8 @@ class Workflow(abc.ABC):
                 return 0.0
 
     Attributes:
-        needs_chat_template: the reason why plain-text prompts do not work; empty if they do.
+        needs_chat_template: the reason why plain-text prompts do not work, to follow the workflow's name in a message;
+            "" if they do.
     """
 
     needs_chat_template: str = ""
@@ -67,11 +68,12 @@ class _Histories:
             self.hold(deepcopy(list(task.messages)), PROMPT)
 
     def hold(self, messages: list[ChatMessage], node: int) -> None:
+        """Add a history that ends with the turn `node`; PROMPT: with the task's messages."""
         self._known.insert(0, (messages, node))
 
     def find(self, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], int]:
-        """Find the longest known history that `messages` begin with; returns it with the node of its last turn, or
-        ``([], NOTHING)``."""
+        """Find the longest known history that `messages` begin with; returns it with the node of its last turn (PROMPT
+        for the task's messages), or ``([], NOTHING)``."""
         fits = [(known, node) for known, node in self._known if list(messages[: len(known)]) == known]
         return max(fits, key=lambda found: len(found[0]), default=([], NOTHING))
 
@@ -99,7 +101,7 @@ class Conversation:
         self._held, self._node, self._cause = deepcopy(self.messages), PROMPT, ""
 
     def say(self, text: str, role: str = "user", **further: Any) -> None:
-        """Append a message; `further` are keys beside its role and content."""
+        """Append a message, which the next `generate` includes. `further`: keys beside its role and content."""
         self.messages.append({"role": role, "content": text, **further})
 
     def new(self, messages: Iterable[ChatMessage] = (), cause: str = "subagent") -> Conversation:
@@ -110,7 +112,8 @@ class Conversation:
         return other
 
     def copy(self, cause: str = "fork") -> Conversation:
-        """Copy this conversation. The copy is a branch of the trajectory; `cause`: reason of it, for the record."""
+        """Copy this conversation, with its messages so far. The next turn of the copy begins a branch of the
+        trajectory; `cause`: reason of the branch, for the record."""
         other = self._beside(self.messages, cause)
         other._held, other._node = self._held, self._node
         return other
@@ -130,7 +133,7 @@ class Conversation:
         stop: Sequence[str] = (),
         cause: str = "",
     ) -> TurnReply:
-        """Sample the next turn.
+        """Sample the next turn; returns it when it has ended.
 
         By default the turn continues the messages that this conversation has now, and is appended to them when it has
         ended. If `messages` or `token_ids` are given, the turn continues them, and this conversation does not change.
@@ -140,13 +143,14 @@ class Conversation:
             messages: the whole history before the turn.
             token_ids: the exact prompt of the turn, in place of messages.
             tools: tools that the model may call, as in Chat Completions.
-            max_tokens: a limit below ``sampling.max_tokens``.
+            max_tokens: a limit below ``sampling.max_tokens``, from 1; None: that one.
             stop: further stop texts, beside those of the recipe.
             cause: reason for a branch that begins with this turn, for the record.
 
         Raises:
-            RefusedRequest: the history leaves no room in the model's context, a message is invalid, or
+            RefusedRequest: the history leaves no room in the model's context, a message or option is invalid, or
                 `workflow.max_turns` or `workflow.max_tokens` is used up.
+            TypeError: `messages`, `tools` or `token_ids` is no list of the right things.
         """
         sampling: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
         if stop:
@@ -185,11 +189,14 @@ class Conversation:
         *,
         repeatable: bool = False,
     ) -> str:
-        """Call `function` with the arguments; returns its result as text. A result that is not text is converted to
-        JSON, an exception to ``"TYPE: MESSAGE"``.
+        """Call `function`, which may be asynchronous, with the arguments (a mapping: by keyword); returns its result as
+        text. A result that is not text is converted to JSON, an exception to ``"TYPE: MESSAGE"``.
 
         The result is recorded by `name` and arguments: a trajectory that runs again after a crash gets it without a
         call. A call that the crash interrupted fails the trajectory, unless it is `repeatable` (has no side effects).
+
+        Raises:
+            RefusedRequest: the arguments or the result are longer than 64 MiB.
         """
 
         async def run() -> bytes:
@@ -205,11 +212,12 @@ class Conversation:
         return (await self._orders.call(asked, run, repeatable)).decode()
 
     async def score(self, text: str, answer: str | None = None) -> TurnScore:
-        """Reward of the run for a text, judged against the task's gold answer or another `answer`. The attribute
-        `right` of the result says whether the text counts as right.
+        """Judge a text by the recipe's reward; returns the number, whose attribute `right` says whether the text counts
+        as right. `answer`: gold answer to judge it against; None: the task's.
 
         Raises:
             RefusedRequest: the text cannot be judged. Uncaught, it fails the trajectory with the reason.
+            TypeError: `text` or `answer` is not text.
         """
         answer = self._task.answer if answer is None else answer
         _check("texts that are scored", [text, answer], str)
@@ -217,7 +225,7 @@ class Conversation:
 
 
 def _check(name: str, values: object, kind: type) -> None:
-    """Raise TypeError unless `values` is a sequence of `kind`. `name`: for the error message."""
+    """Raise TypeError unless `values` is a sequence of `kind`, and no text. `name`: for the error message."""
     if isinstance(values, str) or not isinstance(values, Sequence):
         raise TypeError(f"{name} is {type(values).__name__}, not a list")
     if wrong := [value for value in values if not isinstance(value, kind)]:

@@ -25,12 +25,15 @@ from stretto_workflows.wire import CallOrder, MemberEnded, OrderDone, ScoreOrder
 
 @dataclass(frozen=True)
 class Services:
-    """The run's services for workflows: engines, renderings, reward, limits.
+    """The run's services for workflows: reward, renderings, limits.
 
     Attributes:
+        score: judges texts with the recipe's reward.
+        detokenize: converts token ids to text, without special tokens.
         plain: rendering for plain-text prompts.
         template: rendering for chats; None if the model has no chat template.
-        context: context length of the model, in tokens.
+        sampling: the recipe's sampling settings.
+        context: most tokens of a turn's prompt and completion together.
         verdict: converts a numeric reward to a verdict, with the recipe's rewards of right and wrong.
     """
 
@@ -49,7 +52,8 @@ class Forged(Exception):
 
 
 class Exchange:
-    """Serves the orders (turns, scores, calls) of one trajectory."""
+    """Serves the orders (turns, scores, calls) of one trajectory. `session` samples and records, `task` is what the
+    workflow is given."""
 
     def __init__(
         self,
@@ -73,13 +77,14 @@ class Exchange:
         return Exchange(self.session.again(), self._prompt, self.task, self._services, self._rendering)
 
     async def turn(self, order: TurnOrder) -> OrderDone:
-        """Sample one turn, or replay it from the record.
+        """Sample one turn, or replay it from the record; returns the message with its `TurnReply`.
 
         Raises:
             RefusedRequest: the workflow's request is malformed or beyond a limit.
             DataError: the chat template refuses its messages, or the tokenizer cannot encode a character.
             Forged: the order continues a turn that was not sampled in this trajectory.
             EngineLost: the turn was tried on several engines, and all were lost.
+            DeadlineExceeded: an engine did not finish it in time.
         """
         services, limits = self._services, self._services.config
         prompt, cause = order.token_ids, ""
@@ -160,8 +165,8 @@ class Exchange:
             self._turn_ended.set()
 
     async def score(self, order: ScoreOrder) -> OrderDone:
-        """Judge a text, or return the recorded reward. Rewards are recorded because a judge may give another one the
-        next time.
+        """Judge a text, or return the recorded reward, in the message to the worker. Rewards are recorded because a
+        judge may give another one the next time.
 
         Raises:
             RefusedRequest: the verdict is undecided.
@@ -180,8 +185,8 @@ class Exchange:
         return OrderDone(order.run, order.order, score=reward, right=right)
 
     async def call(self, order: CallOrder, run: Callable[[], Awaitable[bytes]]) -> OrderDone:
-        """Make a call with `run` and record its result, or return the recorded result. Exceptions of `run` are raised
-        and not recorded.
+        """Make a call with `run`, which returns the encoded result, and record it, or take the recorded result; returns
+        the message with it. Exceptions of `run` are raised and not recorded.
 
         Raises:
             CallInterrupted: the call began before a crash, and is not repeatable.
@@ -190,8 +195,9 @@ class Exchange:
         return OrderDone(order.run, order.order, answer=answer)
 
     def trajectory(self, ended: MemberEnded) -> Trajectory:
-        """Make the trajectory from the recorded turns and the workflow's result `ended`; undecided, with the reason, if
-        the workflow failed or its result is invalid."""
+        """Make the trajectory from the recorded turns and the workflow's result `ended`. Its verdict is undecided, with
+        the reason, if the workflow failed, its result is invalid, it sampled nothing, or a call that an earlier process
+        began was interrupted."""
         session = self.session
         nodes = session.returned  # without turns that only an earlier process requested: they get no reward
         failure, rewards = ended.failure, dict[int, float]()

@@ -25,7 +25,7 @@ class RecentFailures:
         self.ended = 0  # trajectories so far: a sign of progress
 
     def count(self, trajectory: Trajectory) -> None:
-        """Count a trajectory.
+        """Count a trajectory, which has failed if its verdict is undecided.
 
         Raises:
             WorkflowError: more than the allowed share of the last 64 trajectories failed; it quotes the reason of this

@@ -47,10 +47,10 @@ def load_workflow(name: str, settings: str = "{}") -> Workflow:
 
 
 def needs_of(workflow: Workflow) -> WorkflowReady:
-    """Requirements of a workflow on the model: its texts, and whether it needs a chat template.
+    """Read the requirements of a workflow on the model: `words` and `needs_chat_template`, as `Workflow` has them.
 
     Raises:
-        WorkflowError: its `words` or `needs_chat_template` are not texts, or raise.
+        WorkflowError: they are not texts, or reading them raises.
     """
     try:
         found = {"needs_chat_template": workflow.needs_chat_template, "words": tuple(workflow.words())}

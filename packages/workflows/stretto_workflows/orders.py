@@ -25,11 +25,15 @@ _ASKED = {TurnOrder: "generate", ScoreOrder: "score", CallOrder: "tool"}  # meth
 
 
 class Orders:
-    """Sends orders to the conductor, and waits for their results. The arguments of `turn`, `score` and `call` are those
-    of `TurnOrder`, `ScoreOrder` and `CallOrder` in `wire`; `run` makes the call."""
+    """The worker's side of one trajectory: sends its orders to the conductor, and waits for their results.
+
+    The arguments of `turn`, `score` and `call` are those of `TurnOrder`, `ScoreOrder` and `CallOrder` in `wire`. `call`
+    awaits `run`, which returns the encoded result, only if the conductor has none on record. All three raise
+    RefusedRequest if the conductor refuses the order, or a message would be too large.
+    """
 
     def __init__(self, run: int, end: RoleEnd[ToWorker]) -> None:
-        """`end`: the worker's end of the channel."""
+        """`run`: number of the trajectory on its worker. `end`: the worker's end of the channel."""
         self._run, self._end = run, end
         self._newest = 0
         self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
@@ -67,7 +71,8 @@ class Orders:
             self._calls.pop(order.order, None)
 
     def take(self, message: OrderDone | OrderRefused | RunCall) -> None:
-        """Take a message of the conductor, in the event loop of the trajectory."""
+        """Handle a message of the conductor: begin the call that it commands, or end the wait for an order's result.
+        Call it in the event loop of the trajectory."""
         match message:
             case RunCall():
                 call = asyncio.ensure_future(self._ran(message.order))

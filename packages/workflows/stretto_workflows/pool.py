@@ -40,7 +40,7 @@ _LOOK_SECONDS = 1.0
 
 
 class WorkflowPool:
-    """Pool of worker processes that run workflows.
+    """Pool of worker processes that run workflows; a context manager, which starts and closes it.
 
     Example::
 
@@ -59,8 +59,9 @@ class WorkflowPool:
         run: str = "",
     ) -> None:
         """`log`: file for the output of all workers. `hung`: seconds without a heartbeat after which a worker is
-        killed. `say` gets a sentence for each worker that is replaced. `run`: unique mark of the run on this machine,
-        to find processes that a killed conductor of the run has left; "" for none."""
+        killed. `say` is called with a sentence for each worker that is replaced. `spawner`: starts the processes.
+        `run`: unique mark of the run on this machine, to find processes that a killed conductor of the run has left; ""
+        for none."""
         self.config = config
         self._log, self._hung, self._say, self._spawner, self._run = log, hung, say, spawner, run
         self._workers: dict[str, WorkflowProcess] = {}
@@ -88,7 +89,7 @@ class WorkflowPool:
 
         Raises:
             WorkflowError: the workflow cannot be used; the message says why.
-            RoleDied, DeadlineExceeded: a worker does not start.
+            RoleDied, DeadlineExceeded: a worker does not start. Those that did are ended.
         """
         if self._run:
             await asyncio.to_thread(kill_marked, f"{RUN_MARK}={self._run}")
@@ -125,13 +126,14 @@ class WorkflowPool:
         await self.close()
 
     async def run(self, exchange: Exchange) -> Trajectory:
-        """Run the workflow for one trajectory, as soon as a worker has room. If the worker dies, it runs again alone,
-        at most twice. Returns the trajectory; undecided, with the reason, if the workflow or its last worker fails.
+        """Run the workflow for one trajectory, as soon as a worker has room. If the worker dies, it runs again, at most
+        twice, each time alone on a worker. Returns the trajectory; its verdict is undecided, with the reason, if the
+        workflow fails, or its worker died three times.
 
         Raises:
             WorkflowError: more than the share `workflow.max_failed` of the last trajectories failed.
             EngineLost: a turn was tried on several engines, and all were lost.
-            RoleError: a worker cannot be restarted, or the run could not serve an order.
+            RoleError: a worker cannot be restarted, the pool is closed, or the run could not serve an order.
         """
         how = ""
         for losses in range(1 + _LOSSES):
@@ -223,7 +225,8 @@ class WorkflowPool:
 
 
 async def check_workflow(config: WorkflowConfig, log: Path) -> WorkflowReady:
-    """Load the workflow in a worker process, where a module that hangs or exits does no harm; returns its requirements.
+    """Load the workflow in a worker process, where a module that hangs or exits does no harm, and end the process;
+    returns the workflow's requirements. `log`: file for the output of the process.
 
     Raises:
         WorkflowError: the workflow cannot be used; the message says why.
@@ -238,7 +241,9 @@ class WorkflowGroups:
     """Runs the workflow for each member of a group (satisfies `rollout.single_turn.GroupWorkflow`).
 
     Attributes:
+        pool: must have been started.
         open_session: called with trajectory id, prompt tokens and seed; returns the session that records the turns.
+        questions: chats and further fields of the rows.
     """
 
     pool: WorkflowPool
@@ -247,6 +252,8 @@ class WorkflowGroups:
     services: Services
 
     async def __call__(self, ticket: Ticket) -> Sequence[Trajectory]:
+        """Run the workflow for all members at the same time; returns their trajectories, in order. An error of
+        `WorkflowPool.run` cancels the others."""
         prompt = ticket.draw.prompt
         ids = [trajectory_id(ticket.group_id, member) for member in ticket.members]
         return await gather_or_cancel(
@@ -259,8 +266,14 @@ class WorkflowGroups:
     async def member(
         self, id: str, prompt: Prompt, member: int, seed: int, *, group_seed: int | None = None
     ) -> Trajectory:
-        """Run the workflow for one member; returns its trajectory. `group_seed`: None: `seed`, of a member that is
-        compared with no other."""
+        """Run the workflow for one member of a group; returns its trajectory (see `WorkflowPool.run`).
+
+        Args:
+            id: trajectory id.
+            member: index in the group.
+            seed: of the trajectory.
+            group_seed: seed that the group shares; None: `seed`, of a member that is compared with no other.
+        """
         session = self.open_session(id, prompt.token_ids, seed)
         task = task_of(self.questions, prompt, member, seed, seed if group_seed is None else group_seed)
         rendering = self.services.template if self.questions.is_chat(prompt) else None

@@ -32,8 +32,13 @@ class PlainRendering:
     def prompt(
         self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Tokens, str]:
-        """Whole prompt of the next turn, after all `messages`, and the cause of a branch: "drift" if it cannot continue
-        `held`, the tokens of the first `known` messages, else "". `tools`: tools to describe to the model.
+        """Whole prompt of the next turn, after all `messages`, and the cause of a branch: "drift" if the chat template
+        cannot continue `held` with the messages after it, else "".
+
+        Args:
+            known: number of leading messages whose tokens are `held`.
+            held: their tokens, the sampled ones as sampled; empty if no tokens are known.
+            tools: tools to describe to the model.
 
         Raises:
             RefusedRequest: a message or a tool is invalid.
@@ -42,14 +47,15 @@ class PlainRendering:
         return held + self.encode("".join(_read(message).text for message in messages[known:])), ""
 
     def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
-        """Convert a completion to a chat message. With `tools`, its tool calls are parsed, in the format of Hermes.
-        `said`: the completion's tokens. `text`: its text without special tokens. `opens`: opening mark of the thought
-        that the prompt opens, "" if it opens none."""
+        """Convert a completion to a chat message of the assistant. With `tools`, its tool calls are parsed, in the
+        format of Hermes; without, all of it is text. `said`: the completion's tokens. `text`: its text without special
+        tokens. `opens`: opening mark of the thought that the prompt opens, "" if it opens none."""
         return _told(text, HermesForm().parse(text, _name) if tools else None)
 
 
 class TemplateRendering:
-    """Rendering by the chat template of the model's tokenizer; thoughts and tool calls are parsed in its format."""
+    """Rendering by the chat template of the model's tokenizer; thoughts and tool calls are parsed in its format. The
+    methods are those of `PlainRendering`."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template, self._renderer = template, Renderer(template)

@@ -28,8 +28,8 @@ class RunWorkflows(WorkflowPool):
     def __init__(
         self, plan: Plan, config: WorkflowConfig, log: Path, folder: RunFolder | None, say: Callable[[str], None]
     ) -> None:
-        """`log`: log file of the processes. `folder`: the run folder; None: an evaluation without a run. `say` gets
-        sentences for the log."""
+        """Start nothing yet (see `WorkflowPool.start`). `log`: log file of the processes. `folder`: the run folder;
+        None: an evaluation without a run. `say` is called with a sentence for each worker that is replaced."""
         run = "" if folder is None else folder.mark
         super().__init__(config, log, hung=plan.recipe.deadlines.hung, say=say, run=run)
         self._plan = plan
@@ -40,9 +40,9 @@ class RunWorkflows(WorkflowPool):
         """Create the maker of groups for the run, or for an evaluation.
 
         Args:
-            open_session: opens the session of a trajectory.
-            score: judges completions.
-            verdict: converts the reward of a workflow.
+            open_session: called with trajectory id, prompt tokens and seed; returns the trajectory's session.
+            score: judges texts, when a workflow asks for the run's reward.
+            verdict: converts the number that a workflow returns to a verdict.
         """
         plan, tokenizer = self._plan, self._plan.tokenizer
         services = Services(
@@ -59,10 +59,11 @@ class RunWorkflows(WorkflowPool):
 
 
 def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
-    """Check that the workflow can be loaded, in a process that can be killed; returns its requirements.
+    """Load the workflow in a process that can be killed; returns its requirements.
 
     Raises:
-        WorkflowError: it cannot be loaded.
+        WorkflowError: it cannot be loaded: its process ended or hung, or refused it.
+        RoleError: the process could not be started, for lack of memory or the like.
     """
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
         log = Path(folder) / "workflow.txt"
@@ -82,7 +83,7 @@ def check_workflow_fits(name: str, needs: WorkflowReady, tokenizer: Tokenizer, p
     Args:
         name: of the workflow, for messages.
         needs: its requirements.
-        plain: place of a prompt that is no chat; None: all are chats.
+        plain: place (FILE:LINE) of a prompt that is no chat; None: all are chats.
 
     Raises:
         WorkflowError: it needs a chat template, and the tokenizer has none or a prompt is plain text; or it has words

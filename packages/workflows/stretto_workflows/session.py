@@ -42,7 +42,8 @@ class Attachment:
 
 
 class Forest:
-    """The segments of one trajectory, in order of their beginning; segments are only appended. `prompt`: token ids."""
+    """The segments of one trajectory, in order of their beginning; segments are only appended. `prompt`: token ids of
+    the trajectory's prompt."""
 
     def __init__(self, prompt: Tokens, segments: Iterable[Segment] = ()) -> None:
         self.prompt = prompt
@@ -59,19 +60,17 @@ class Forest:
         self._children.setdefault(segment.parent, []).append(place)
         return place
 
-    def children(self, place: int) -> list[int]:
-        """Indices of the segments whose parent is segment `place` (or PROMPT or NOTHING), in order."""
-        return list(self._children.get(place, ()))
-
     def tokens(self, place: int) -> Tokens:
-        """Return all tokens on the path to segment `place`, the segment's own included."""
+        """Return all tokens on the path to segment `place`: the prompt, if the path begins with it, then those of each
+        segment, the last one's own included."""
         behind_prompt, places = way_to(self.segments, place)
         start = self.prompt if behind_prompt else ()
         return sum((self.segments[at].token_ids for at in places), start=start)
 
     def find(self, tokens: Tokens) -> Attachment:
-        """Find the position of a turn's prompt `tokens`: after the deepest given or finished segment whose path is a
-        prefix of `tokens`. Among equal segments the first is taken. Without a match: PROMPT, or else NOTHING."""
+        """Find the position of a turn's prompt `tokens`: after the given or finished segment with the longest path that
+        is a prefix of `tokens`. Among equal segments the first is taken. Without one: PROMPT, if `tokens` begin with
+        the trajectory's prompt, else NOTHING."""
         starts = [(NOTHING, 0)]
         if self.prompt and tokens[: len(self.prompt)] == self.prompt:
             starts.append((PROMPT, len(self.prompt)))
@@ -153,12 +152,13 @@ class Session:
         """Open a session.
 
         Args:
+            id: trajectory id, or another name.
             prompt: token ids of the trajectory's prompt.
             seed: seed of the trajectory, from which the seed of each turn is derived.
             sampler: samples a turn and records its tokens.
             record: stores given segments, and calls.
-            segments: recorded by an earlier process, by index. A segment without tokens is a turn without any yet.
-            calls: recorded by an earlier process.
+            segments: recorded by an earlier process, by index. A segment without tokens is a turn that had none yet.
+            calls: recorded by an earlier process, in order of their numbers; they are copied.
         """
         own = [msgspec.structs.replace(one, parent=parent_of(segments, at)) for at, one in enumerate(segments)]
         self.id, self.forest = id, Forest(prompt, own)
@@ -179,21 +179,23 @@ class Session:
             self._replies.setdefault(call.asked, deque()).append(call)
 
     def again(self) -> Session:
-        """Return a new session of the same trajectory, for a program that starts again. No turn or call may be in
-        progress in this session."""
+        """Return a new session of the same trajectory, for a program that starts again: it returns all turns and calls
+        of this one as recorded. No turn or call may be in progress in this session, and it is not used any more."""
         forest = self.forest
         found = Session(self.id, forest.prompt, self._seed, self._sampler, self._record, forest.segments, self._calls)
         found._broken.update(self._broken)
         return found
 
     async def turn(self, prompt: Tokens, sampling: Sampling, cause: str = "") -> Turn:
-        """Sample one turn after `prompt` (token ids of the whole history), or return a recorded one with this prompt.
+        """Sample one turn after `prompt`, or return a recorded one with this prompt that was not returned yet.
 
         A turn that breaks off stays recorded. The next call with an equal prompt continues it, unless that call has a
-        smaller `max_tokens`, other stop texts, or another grammar.
+        smaller `max_tokens`, other stop texts, or another grammar. A recorded turn that has ended is returned whatever
+        `sampling` is.
 
         Args:
-            cause: why a branch begins with this prompt; "": none begins.
+            prompt: token ids of the whole history.
+            cause: why a branch begins with this prompt, for the record; "": none begins.
 
         Raises:
             EngineLost, DeadlineExceeded: the sampler could not finish the turn.
@@ -218,7 +220,8 @@ class Session:
 
     @property
     def calls(self) -> Sequence[RecordedCall]:
-        """All calls of the session, in the order in which they began."""
+        """All calls of the session, an earlier process's too, in the order in which they began; a call without `reply`
+        has not ended."""
         return self._calls
 
     def claim(self, node: int) -> Turn:
@@ -235,14 +238,15 @@ class Session:
         return Turn(node, segments[node])
 
     def pass_over(self, node: int) -> None:
-        """Do not return the recorded turn `node` from `turn`: a recorded call refers to it, and may still claim it."""
+        """Keep `turn` from returning the recorded turn `node`, because a recorded call refers to it. `claim` still
+        returns it."""
         waiting = self._turns.get(self._before(node))
         if waiting and node in waiting:
             waiting.remove(node)
 
     def prefer(self, asked: bytes, own: Callable[[bytes], bool]) -> None:
-        """Let the next `call` with the request `asked` return the first recorded reply for which `own` returns True, if
-        there is one. `own`: takes an encoded reply."""
+        """Let the next `call` with the request `asked` return the first recorded reply for which `own` returns True. If
+        there is none, nothing changes. `own`: called with an encoded reply."""
         waiting = self._replies.get(asked, deque())
         if call := next((call for call in waiting if call.reply is not None and own(call.reply)), None):
             waiting.remove(call)
@@ -298,14 +302,15 @@ class Session:
 
     @property
     def returned(self) -> list[int]:
-        """Nodes of the turns that were returned to the program, in order."""
+        """Nodes of the ended turns that were returned to the program, in the order in which they began."""
         return sorted(node for node in self._claimed if self.forest.segments[node].stop_reason is not None)
 
     def segments(self, rewards: Mapping[int, float] | None = None) -> tuple[Segment, ...]:
         """Return the segments of the trajectory: the turns that were returned to the program, and all segments on the
-        paths to them. Turns that broke off, or that only an earlier process requested, are left out.
+        paths to them. Turns that broke off, or that only an earlier process requested, are left out, and indices in
+        `parent` count the others only.
 
-        `rewards`: rewards of single turns, by node; they replace recorded ones. None: the recorded ones stay.
+        `rewards`: rewards of single turns, by node; they replace recorded ones, which stay for turns not in it.
         """
         kept = set[int]()
         for node in self.returned:
@@ -319,11 +324,6 @@ class Session:
             behind = None if parent == place - 1 else parent
             found.append(msgspec.structs.replace(segment, parent=behind, reward=reward))
         return tuple(found)
-
-    @property
-    def sampled_tokens(self) -> int:
-        """Number of tokens of all finished turns, including turns that are not part of the trajectory."""
-        return sum(one.length for one in self.forest.segments if one.stop_reason is not None)
 
     def _recorded(self, prompt: Tokens, sampling: Sampling) -> int | None:
         """Take the first recorded turn after `prompt` that was not returned yet and fits `sampling`; returns its node,
@@ -340,10 +340,12 @@ class Session:
         return None
 
     def _before(self, node: int) -> Tokens:
+        """The tokens before segment `node`: for a turn, its prompt."""
         parent = parent_of(self.forest.segments, node)
         return self.forest.tokens(parent) if parent >= 0 else self.forest.prompt if parent == PROMPT else ()
 
     def _newest_before(self, node: int) -> int:
+        """Newest version of the tokens on the path to segment `node`, its own included; 0 if none is sampled."""
         _, places = way_to(self.forest.segments, node)
         return max((stamps[-1][0] for at in places if (stamps := self.forest.segments[at].stamps)), default=0)
 
@@ -388,16 +390,16 @@ class MemoryRecord:
 
     @property
     def segments(self) -> list[Segment]:
-        """The recorded segments, by index."""
+        """The recorded segments, by index, each joined from its pieces."""
         return joined_pieces(self.pieces)
 
 
 def joined_pieces(pieces: Iterable[tuple[int, Segment]]) -> list[Segment]:
-    """Join the pieces of segments, given as (segment index, piece), first pieces in order of the index. Returns the
-    whole segments.
+    """Join the pieces of segments; returns the whole segments, by index. `pieces`: (segment index, piece), as they were
+    recorded; the first piece of a segment comes after that of the segment before.
 
     Raises:
-        StoreError: there is a gap before a piece: the first piece of an earlier segment is missing.
+        StoreError: an index is skipped, because the first piece of a segment is missing.
     """
     found: list[Segment] = []
     for node, piece in pieces:
@@ -412,9 +414,12 @@ def joined_pieces(pieces: Iterable[tuple[int, Segment]]) -> list[Segment]:
 
 @dataclass(frozen=True)
 class WholeTurns:
-    """Samples turns on an engine without a run (satisfies `Sampler`). A turn is recorded only when it has ended.
+    """Samples turns on an engine without a run (satisfies `Sampler`). A turn is recorded only when it has ended, and is
+    sampled from its beginning.
 
     Attributes:
+        generate: sends a request to the engine.
+        record: stores the turns.
         name: prefix of the request ids. Node and a running number follow: a turn may be requested again before the
             engine has aborted the first request.
     """
@@ -425,7 +430,7 @@ class WholeTurns:
     _number: Iterator[int] = field(default_factory=count)
 
     async def __call__(self, request: TurnRequest) -> Segment:
-        """Sample one turn and record it.
+        """Sample one turn and record it; returns its segment.
 
         Raises:
             EngineLost: the engine ended the request without a completion.

@@ -26,8 +26,7 @@ if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
 
 @dataclass(frozen=True)
 class LedgerRecord:
-    """The record of one session, in the ledger (satisfies `session.SessionRecord`). `id`: of its
-    trajectory."""
+    """The record of one session, in the ledger (satisfies `session.SessionRecord`). `id`: of its trajectory."""
 
     ledger: Ledger
     id: str
@@ -54,8 +53,8 @@ class TrajectorySessions:
         self._restored = dict(restored or {})
 
     def open(self, id: str, prompt: tuple[int, ...], seed: int) -> Session:
-        """Open the session of a trajectory. Turns and calls that an earlier process has recorded are returned from the
-        record when the program requests them again.
+        """Open the session of a trajectory, once. Turns and calls that an earlier process has recorded are returned
+        from the record when the program requests them again.
 
         Args:
             id: trajectory id.
@@ -70,13 +69,13 @@ class TrajectorySessions:
 
 @dataclass(frozen=True)
 class PersistentTurns:
-    """A sampler that samples a turn again if its engine is lost (satisfies `session.Sampler`). `whole`: samples a turn
-    once."""
+    """A sampler that samples a turn again, from its beginning, if its engine is lost (satisfies `session.Sampler`).
+    `whole`: samples a turn once."""
 
     whole: WholeTurns
 
     async def __call__(self, request: TurnRequest) -> Segment:
-        """Sample one turn. Raises EngineLost if more than three engines are lost with it."""
+        """Sample one turn; returns its segment. Raises EngineLost if more than three engines are lost with it."""
         for attempt in attempts():
             with attempt:
                 return await self.whole(request)
@@ -110,7 +109,8 @@ def sessions_of_evaluation(
 
 
 def unfinished_sessions(unfinished: Sequence[UnfinishedGroup]) -> dict[str, UnfinishedMember]:
-    """Recorded segments and calls of the trajectories in flight, by trajectory id; for `TrajectorySessions`."""
+    """Recorded segments and calls of the trajectories in flight, by trajectory id; for `TrajectorySessions`. Buffered
+    groups have none."""
     return {
         trajectory_id(group.id, member): found
         for group in unfinished

@@ -15,11 +15,12 @@ ChatMessage = Mapping[str, Any]
 
 
 class WorkflowTask(Record, frozen=True):
-    """One question, for one trajectory of its group.
+    """One question, for one trajectory of its group: the first argument of `Workflow.run`.
 
-    `fields`: the row's further fields. `messages`: the question as a chat. Draw random numbers from
-    ``random.Random(task.seed)``, so that a trajectory that runs again after a crash draws the same; from `group_seed`
-    what all trajectories of the group shall have alike, because their rewards are compared.
+    `prompt`: the question as text. `messages`: the question as a chat; a plain text is one user message. `answer`: its
+    gold answer. `fields`: the row's further fields. Draw random numbers from ``random.Random(task.seed)``, so that a
+    trajectory that runs again after a crash draws the same. Draw from `group_seed` what all trajectories of the group
+    must have alike, because their rewards are compared.
 
     Example::
 
@@ -40,7 +41,14 @@ class WorkflowTask(Record, frozen=True):
 
 
 def task_of(questions: QuestionDetails, prompt: Prompt, member: int, seed: int, group_seed: int = 0) -> WorkflowTask:
-    """Make a member's task. `seed` is its own, `group_seed` that of the prompt's group."""
+    """Make the task of one trajectory.
+
+    Args:
+        questions: chats and further fields of the rows; a prompt without a chat becomes one user message.
+        member: index of the trajectory in its group.
+        seed: of the trajectory.
+        group_seed: the same for all trajectories of the group.
+    """
     key = (prompt.id, prompt.text, prompt.answer)
     messages = tuple(questions.chats.get(key) or ({"role": "user", "content": prompt.text},))
     fields = json.loads(questions.fields.get(key) or "{}")
@@ -50,8 +58,9 @@ def task_of(questions: QuestionDetails, prompt: Prompt, member: int, seed: int, 
 class TurnReply(Record, frozen=True):
     """One sampled turn.
 
-    `message`: the turn as a chat message, with `tool_calls` if tools were offered and called. `truncated`: the turn
-    reached its limit of tokens. `node`: id of the turn in the trajectory, for `stretto.Reward`.
+    `text`: the whole completion without special tokens. `message`: the turn as a chat message, with `tool_calls` if
+    tools were offered and called, and a thought in `reasoning_content` if the model has a chat template. `truncated`:
+    the turn reached its limit of tokens. `node`: id of the turn in the trajectory, for `stretto.Reward`.
 
     Example::
 
@@ -71,7 +80,7 @@ class TurnReply(Record, frozen=True):
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
-        """Tool calls in the turn. Each has the form of Chat Completions."""
+        """Tool calls in the turn, in the form of Chat Completions; empty if it has none."""
         found: Sequence[Mapping[str, Any]] = self.message.get("tool_calls") or ()
         return found
 
@@ -95,8 +104,8 @@ class Reward:
 
     Args:
         value: the reward of the whole trajectory.
-        by_turn: rewards of turns, by `node` of their replies, or as a list in the order in which the turns were
-            returned; used with ``algorithm.advantages.credit = "turn"``.
+        by_turn: rewards of turns, by `node` of their replies, or as a list in the order in which the turns began; used
+            with ``algorithm.advantages.credit = "turn"``. Turns that it leaves out have no reward of their own.
         named: further numbers, such as parts of the reward, to record as metrics under their names.
 
     Example::

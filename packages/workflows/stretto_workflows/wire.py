@@ -27,8 +27,9 @@ MARK, RUN_MARK = "STRETTO_WORKFLOW", "STRETTO_WORKFLOW_RUN"
 
 
 class WorkflowSpec(Record, frozen=True):
-    """Settings of a worker. `settings`: arguments of the workflow's class, as JSON. `descriptor`: the worker's end of
-    the channel. `memory`: limit in bytes. `path`: first folder of the import path."""
+    """Settings of a worker. `function`: name of the workflow. `settings`: arguments of its class, as a JSON object.
+    `descriptor`: of the worker's end of the channel. `memory`: limit in bytes. `path`: folder in which the module is
+    looked for first; None: none."""
 
     function: str
     settings: str
@@ -59,7 +60,7 @@ class OrderDone(Record, frozen=True, tag=True):
 
 
 class OrderRefused(Record, frozen=True, tag=True):
-    """Message that an order cannot be served; the workflow's call raises a `RefusedRequest` with these fields."""
+    """Message that an order cannot be served; the workflow's method raises a `RefusedRequest` with these fields."""
 
     run: int
     order: int
@@ -69,14 +70,15 @@ class OrderRefused(Record, frozen=True, tag=True):
 
 
 class RunCall(Record, frozen=True, tag=True):
-    """Command to make the call of a `CallOrder`, because its result is not on record."""
+    """Command to make the call of a `CallOrder`, because its result is not on record. `CallRan` is the reply."""
 
     run: int
     order: int
 
 
 class GiveUp(Record, frozen=True, tag=True):
-    """Command to abandon the trajectory: it has failed, or its result is no longer needed."""
+    """Command to cancel the trajectory's workflow: it has failed, or its result is no longer needed. The reply is
+    `MemberGone`, or the `MemberEnded` that was under way."""
 
     run: int
 
@@ -88,7 +90,7 @@ ToWorker = Begin | OrderDone | OrderRefused | RunCall | GiveUp
 
 
 class WorkflowRefused(Record, frozen=True, tag=True):
-    """Message that the workflow cannot be used, with every reason; the process ends."""
+    """Message that the workflow cannot be loaded, with every reason; the process ends."""
 
     problems: tuple[Problem, ...]
 
@@ -96,7 +98,8 @@ class WorkflowRefused(Record, frozen=True, tag=True):
 class TurnOrder(Record, frozen=True, tag=True):
     """Request for a completion after `token_ids`, if given, otherwise after `messages`. The first `known` messages are
     the history that ends with the turn `node`; `node` is PROMPT if they are the task's messages, NOTHING if no leading
-    messages are known. `sampling`: "max_tokens" and "stop", where the workflow gave them. `cause`: of a branch."""
+    messages are known. `tools`: as in Chat Completions. `sampling`: "max_tokens" and "stop", where the workflow gave
+    them. `cause`: reason of a branch, for the record."""
 
     run: int
     order: int
@@ -120,7 +123,7 @@ class ScoreOrder(Record, frozen=True, tag=True):
 
 class CallOrder(Record, frozen=True, tag=True):
     """Request to make a call and record its result, or to return the recorded one. `asked`: name and arguments as JSON,
-    by which the record is found."""
+    by which the record is found. `repeatable`: it may be made again after a crash."""
 
     run: int
     order: int
@@ -129,7 +132,7 @@ class CallOrder(Record, frozen=True, tag=True):
 
 
 class CallRan(Record, frozen=True, tag=True):
-    """Result of a call that the worker has made."""
+    """Result of a call that the worker has made; `answer`: encoded by the worker."""
 
     run: int
     order: int

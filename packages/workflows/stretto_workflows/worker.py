@@ -55,7 +55,8 @@ class MemberThread:
         end: RoleEnd[ToWorker],
         over: Callable[[int], object],
     ) -> None:
-        """`end`: the worker's end of the channel. `over` is called with `run` when the trajectory has ended."""
+        """`run`: number of the trajectory on this worker. `end`: the worker's end of the channel. `over` is called with
+        `run` when the trajectory has ended."""
         self._run, self._task, self._workflow, self._end, self._over = run, task, workflow, end, over
         self._loop = asyncio.new_event_loop()
         self._work: asyncio.Task[float | Reward] | None = None
@@ -73,7 +74,7 @@ class MemberThread:
 
     def deliver(self, message: OrderDone | OrderRefused | RunCall | GiveUp) -> None:
         """Pass a message of the conductor to this trajectory's event loop; called from the thread that reads the
-        channel."""
+        channel. A message for a trajectory that has ended is dropped."""
         try:
             self._loop.call_soon_threadsafe(self._take, message)
         except RuntimeError:  # its loop has ended meanwhile
@@ -123,8 +124,12 @@ class MemberThread:
 
 
 def ended_with(run: int, value: object) -> MemberEnded:
-    """Make the final message for a workflow that returned `value`; a failure if it holds anything but valid
-    numbers."""
+    """Make the final message for a workflow that returned `value`, a number or a `Reward`; a failure if it holds
+    anything but numbers within the bounds of rewards. `run`: number of the trajectory.
+
+    Raises:
+        TypeError: a key of `by_turn` is not a whole number.
+    """
     found = value if isinstance(value, Reward) else Reward(value)  # type: ignore[arg-type]  # looked at below
     # Rewards in the order of the turns have negative keys until their nodes are known.
     turns = (
@@ -157,7 +162,7 @@ def _is_ours(file: str) -> bool:
 
 
 def serve(workflow: Workflow, end: RoleEnd[ToWorker]) -> None:
-    """Run trajectories until the conductor closes the channel."""
+    """Run trajectories, each in a thread of its own, until the conductor closes the channel `end`."""
     members: dict[int, MemberThread] = {}
 
     def forget(run: int) -> None:
@@ -172,7 +177,8 @@ def serve(workflow: Workflow, end: RoleEnd[ToWorker]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the role."""
+    """Load the workflow, report to the conductor that it is ready or refused, and run trajectories until the conductor
+    ends. `arguments`: a `WorkflowSpec` as JSON. Returns the exit code, 0 unless the workflow is refused."""
     spec = msgspec.json.decode(arguments[0], type=WorkflowSpec)
     begin_role()
     bound_memory(spec.memory)

@@ -81,7 +81,7 @@ class _OwnTime:
         self._timer = self._loop.call_later(max(0.0, self._left), self._end)
 
     def runs(self) -> bool:
-        """Whether the trajectory is at work, within its time."""
+        """Whether the clock runs: no pause, and time is left."""
         return self._timer is not None and not self.over.done()
 
     def _end(self) -> None:
@@ -89,7 +89,7 @@ class _OwnTime:
             self.over.set_result(None)
 
     def stop(self) -> None:
-        """Pause, because the run serves an order. Each call needs a `resume`."""
+        """Pause while the run serves an order. Pauses may overlap; each ends with its own `resume`."""
         self._served += 1
         if self._timer is not None:
             self._timer.cancel()
@@ -111,9 +111,12 @@ class _Member:
     """One trajectory on the worker.
 
     Attributes:
-        gone: whether the workflow has returned or raised by itself.
+        run: its number on the worker.
+        gone: whether the worker has reported that the workflow returned or raised.
         ended: done with the workflow's result or failure.
         broken: raises an error of the run that occurred while it served an order.
+        calls: results that the worker still owes, by number of the order.
+        orders: tasks that serve orders.
     """
 
     def __init__(self, run: int, exchange: Exchange, seconds: float) -> None:
@@ -171,7 +174,7 @@ class WorkflowProcess:
 
     @property
     def pids(self) -> list[int]:
-        """Process id; empty if the process is not running."""
+        """The process's id, in a list; empty if the process is not running."""
         return self._process.pids
 
     @property
@@ -186,11 +189,12 @@ class WorkflowProcess:
 
     @property
     def free(self) -> bool:
-        """Whether the worker takes another trajectory."""
+        """Whether the worker takes another trajectory: it runs, is not `worn`, and has fewer than
+        `workflow.concurrency`."""
         return not (self.worn.done() or self._ending or self.lost.done()) and self.load < self._config.concurrency
 
     async def start(self) -> None:
-        """Start the process and load the workflow.
+        """Start the process and wait until it has loaded the workflow. Whatever it raises, `stop` must follow.
 
         Raises:
             WorkflowError: the workflow cannot be used; the message says why.
@@ -229,11 +233,12 @@ class WorkflowProcess:
 
     async def run(self, exchange: Exchange) -> MemberEnded:
         """Run the workflow for one trajectory; returns its result, or its failure. It fails if it takes more than
-        `workflow.deadline` seconds, apart from waits for turns and scores, or has too many orders in progress.
+        `workflow.deadline` seconds, apart from waits for turns and scores, has more than 256 orders in progress, or
+        forges a message. If it is still at work on return, the worker is ordered to abandon it.
 
         Raises:
             WorkerLost: the process has ended.
-            StrettoError: the run could not serve an order.
+            Exception: any error of the run while it served an order, such as EngineLost.
         """
         self._runs += 1
         member = self._members[self._runs] = _Member(self._runs, exchange, self._config.deadline)

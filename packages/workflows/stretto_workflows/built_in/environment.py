@@ -22,7 +22,8 @@ class TextEnvironment(Protocol):
         """Begin the episode; returns the first observation."""
 
     def step(self, action: str) -> tuple[str, float, bool]:
-        """Take an action; returns the next observation, the action's reward, and whether the episode has ended."""
+        """Take an action; returns the next observation, the action's reward, and whether the episode has ended (then
+        the observation is not shown)."""
 
     def close(self) -> None:
         """Release resources; called when the episode has ended or is abandoned."""
@@ -52,7 +53,8 @@ class EnvironmentPlay(Workflow):
         return [self._instructions] if self._instructions else []
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Play one episode; returns the sum of its rewards, and in `by_turn` the reward of each action."""
+        """Play one episode; returns the sum of its rewards, and in `by_turn` the reward of each action. `named`: number
+        of "actions"."""
         own = {name: value for name, value in task.fields.items() if name in self._arguments}
         environment = self._make(**{**self._arguments, **own})
         rewards: dict[int, float] = {}

@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import probe
@@ -81,10 +81,13 @@ _MOST_FILES = 10_000
 
 class Search:
     """Okapi BM25 search over the passages of a folder's text files (k1 = 1.5, b = 0.75; Robertson and Zaragoza, 2009).
-    Called with a query, it returns the best `results` passages as one text, each with its file's name."""
+    Called with a query, it returns the best `results` passages as one text, each with its file's name; "nothing was
+    found" if none has a word of the query."""
 
     def __init__(self, folder: Path, results: int) -> None:
-        """
+        """Read the folder's .txt and .md files, its sub-folders' too: at most 10,000, and 1 MiB of each. Passages are
+        separated by blank lines. `results`: most passages of one search.
+
         Raises:
             ValueError: there is no text in the folder.
         """
@@ -101,10 +104,6 @@ class Search:
         self._counts = [Counter(_words(text)) for _, text in self._passages]
         self._length = sum(sum(counts.values()) for counts in self._counts) / len(self._counts)
         self._with = Counter(word for counts in self._counts for word in counts)
-
-    @classmethod
-    def of(cls, folder: str, results: int) -> Self:
-        return cls(Path(folder).expanduser(), results)
 
     def __call__(self, query: str) -> str:
         scores = [(self._score(counts, _words(query)), -at) for at, counts in enumerate(self._counts)]
@@ -124,11 +123,13 @@ def _words(text: str) -> list[str]:
 
 
 class PythonTool:
-    """Runs a Python program in the sandbox, without network and without files of this machine, for at most `seconds`.
-    Called with the source, it returns the program's output, and how it ended if it failed."""
+    """Runs Python programs in the sandbox, without network and without files of this machine, each for at most
+    `seconds`. Called with the source, it returns the program's output, and how it ended if it failed; if the sandbox
+    fails, the reason."""
 
     def __init__(self, seconds: float) -> None:
-        """
+        """Try the sandbox.
+
         Raises:
             SandboxRefused: no sandbox holds on this machine.
         """
@@ -161,12 +162,18 @@ class Tools(Workflow):
     """The model calls tools, in the format of its chat template, until a completion has no call or `turns` completions
     are sampled. The last completion is judged.
 
+    The text of a tool's result is cut to 2,000 characters.
+
     Args:
         tools: any of calculator, python, search.
-        folder: folder to search (its .txt and .md files).
+        folder: folder for `search` (its .txt and .md files); "": none.
         turns: most completions; the last one is judged.
-        seconds: time limit of one program.
-        results: passages returned by one search.
+        seconds: time limit of one program of `python`.
+        results: most passages returned by one search.
+
+    Raises:
+        ValueError: a tool is unknown, or `search` has no folder or no text in it.
+        SandboxRefused: no sandbox holds on this machine (for `python`).
     """
 
     needs_chat_template = "tells the model its tools by the chat template"
@@ -186,7 +193,7 @@ class Tools(Workflow):
         made: dict[str, Callable[[], Callable[[str], str]]] = {
             "calculator": lambda: calculate,
             "python": lambda: PythonTool(seconds),
-            "search": lambda: Search.of(folder, results),
+            "search": lambda: Search(Path(folder).expanduser(), results),
         }
         self._tools = {name: made[name]() for name in tools}
         self._turns = turns

@@ -49,7 +49,9 @@ class ChatTemplate(Detokenizer, Protocol):
     """Interface of a tokenizer with a chat template (implemented by `model.hf.tokenizer.Tokenizer`)."""
 
     @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Tokens that end a completion."""
+
     @property
     def chat_template(self) -> str:
         """Source of the template; empty if there is none."""
@@ -57,7 +59,8 @@ class ChatTemplate(Detokenizer, Protocol):
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, opening: bool, **arguments: Any) -> str:
         """Render a conversation to a text for `encode_rendered`. Texts of the messages never become special tokens.
 
-        `opening`: add the beginning of an assistant's reply. `arguments`: of the chat template.
+        `messages`: dicts as the template reads them. `opening`: add the beginning of an assistant's reply.
+        `arguments`: of the chat template.
 
         Raises:
             DataError: the template refuses the messages.
@@ -95,8 +98,9 @@ class NextPrompt:
 
     Attributes:
         tokens: token ids of the whole prompt.
-        cause: why a branch begins with this prompt; "": none begins.
+        cause: why a branch begins with this prompt (listed at the top of the module); "": none begins.
         history: the messages of the request; earlier replies are replaced by their sampled form.
+        tools: the tools of the request.
         behind: completed turn that the prompt continues; None: it continues none.
         match: how well the history of the request matched that of `behind`.
     """
@@ -167,7 +171,7 @@ class Bridge:
         self._started.setdefault((history, msgspec.json.encode(prompt.tools)), prompt)
 
     def add(self, turn: CompletedTurn) -> None:
-        """Add a completed turn; it replaces one with the same id."""
+        """Add a completed turn, so that later prompts may continue it; it replaces one with the same id."""
         others = [known for known in self._turns if known.id != turn.id]
         self._turns = sorted((*others, turn), key=lambda known: -len(known.history))
 
@@ -176,8 +180,8 @@ class Bridge:
         return next((known for known in self._turns if known.id == id), None)
 
     def _longest(self, history: History, tools: tuple[Tool, ...]) -> tuple[CompletedTurn | None, bool]:
-        """Find the longest completed turn that `history` continues, or None; also returns whether another turn has the
-        same messages in other tokens."""
+        """Find the completed turn with the most messages that `history` continues, with the same tools; None if there
+        is none. Also returns whether other turns have the same messages in other tokens."""
         found: list[CompletedTurn] = []
         for turn in self._turns:
             size = len(turn.history)
@@ -234,10 +238,14 @@ class Renderer:
             reply: the known reply.
             known: tokens of the conversation up to the reply's last sampled token.
             new: messages after the reply.
+            tools: offered in the request.
 
         Returns:
-            Tokens to append to `known`, with those that open the next reply; None if the template might not continue
-            the known tokens in this way.
+            Tokens to append to `known`, with those that open the next reply; None if the template refuses the messages,
+            or might not continue the known tokens in this way.
+
+        Raises:
+            DataError: the tokenizer does not know a character of `new`.
         """
         mark = f"(the known reply, {secrets.token_hex(8)})"  # random, so that no message has it
         marked = msgspec.structs.replace(reply, text=mark, reasoning="")
@@ -288,6 +296,7 @@ class Renderer:
 
 
 def _native(message: Message) -> dict[str, Any]:
+    """Convert a message to a dict for a template that has tools: arguments of calls are parsed."""
     written: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.name:
         written["name"] = message.name
@@ -304,6 +313,7 @@ def _native(message: Message) -> dict[str, Any]:
 
 
 def _read(arguments: str) -> Any:
+    """The parsed arguments of a call; their text if it is no JSON."""
     try:
         return json.loads(arguments)
     except (ValueError, RecursionError):
@@ -311,6 +321,7 @@ def _read(arguments: str) -> Any:
 
 
 def _worst(known: History, history: History) -> Match:
+    """The worse of the matches of two histories, message by message; none of them is DIFFERENT."""
     matches = {compare(*pair) for pair in zip(known, history, strict=False)}
     return Match.EQUAL_AS_JSON if Match.EQUAL_AS_JSON in matches else Match.EQUAL
 

@@ -50,7 +50,7 @@ class Message(Record, frozen=True):
 
 
 class Tool(Record, frozen=True):
-    """A tool that the model may call; `parameters` is a JSON schema."""
+    """A tool that the model may call. `parameters`: a JSON schema. `strict`: the client wants calls that fit it."""
 
     name: str
     description: str = ""
@@ -65,7 +65,7 @@ class Tool(Record, frozen=True):
 
 
 class SamplingOptions(Record, frozen=True):
-    """Sampling options of a request. None leaves an option to the session or the server."""
+    """Sampling options of a request. None leaves an option to the session or the server. `stop`: stop texts."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -88,7 +88,8 @@ class ChatRequest(Record, frozen=True):
         messages: the whole conversation, or, with `previous`, the messages after that reply.
         previous: id of the reply that `messages` follow; "": none.
         dialect_fields: data that the dialect needs to write the reply.
-        n: number of completions, if the client wants several.
+        stream: the client wants the reply as server-sent events.
+        n: number of completions, if the client wants several; UNSET: one.
         limit: the client's name for `max_tokens`, if it is not the dialect's usual one; error replies use it.
     """
 
@@ -114,7 +115,8 @@ class SampledToken(Record, frozen=True):
 
 
 class SampledTurn(Record, frozen=True):
-    """One sampled message. `stop`: the stop text that ended it, which is not part of the message; "": none."""
+    """One sampled message, of which a dialect writes its reply. `stop`: the stop text that ended it, which is not part
+    of the message; "": none. `reasoning_tokens` are among the `sampled_tokens`."""
 
     id: str  # letters and digits; equal when the turn is replayed
     created: int  # seconds since 1970
@@ -137,8 +139,8 @@ class Match(enum.Enum):
 
 
 def compare(one: Message, other: Message) -> Match:
-    """Compare a sampled message with the one that a client sends back: EQUAL, EQUAL_AS_JSON if only the texts of call
-    arguments differ, or DIFFERENT.
+    """Compare a sampled message with the one that a client sends back: EQUAL; EQUAL_AS_JSON if only the spelling of
+    call arguments differs, not the JSON that they mean; or DIFFERENT.
 
     All fields count, also ids of calls and names of authors. A message without its reasoning is DIFFERENT.
     """

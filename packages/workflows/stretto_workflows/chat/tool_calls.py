@@ -39,7 +39,8 @@ class _Written(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Parsed:
-    """A parsed message: its calls, and the text around them."""
+    """A parsed message: its calls, and the text around them, "" if that is blank. Without `calls`, `text` is the whole
+    message."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
@@ -50,13 +51,13 @@ class CallForm(Protocol):
 
     def parse(self, text: str, name: NameCall) -> Parsed:
         """Parse the calls in a message. Without calls, or with a malformed one, the whole message is text. `name`:
-        returns the id of a call from its number."""
+        returns the id for a call, by its number from 0."""
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         """Write calls as the model would."""
 
     def rules(self, tools: Sequence[Tool], word: Callable[[str], str], *, parallel: bool) -> str:
-        """Write a grammar (for `Sampling.grammar`) that admits only calls of these tools.
+        """Write rules of a grammar (for `Sampling.grammar`), of which ``calls`` admits only calls of these tools.
 
         Args:
             word: returns the grammar for a text: a single token, if the text is one token of the vocabulary.
@@ -135,7 +136,7 @@ class MistralForm:
 
 
 def form_of(chat_template: str) -> CallForm:
-    """Return the syntax of tool calls that a chat template renders; Hermes' if it renders none."""
+    """Return the syntax of tool calls that the source of a chat template renders; Hermes' if it renders none."""
     if _MISTRAL in chat_template:
         return MistralForm()
     if "<tool_call>" not in chat_template and (_PYTHON in chat_template or '"parameters": ' in chat_template):
@@ -144,8 +145,9 @@ def form_of(chat_template: str) -> CallForm:
 
 
 def split_reasoning(text: str, opens: str = "") -> tuple[str, str]:
-    """Split a message into (reasoning, rest), without marks and the newlines beside them. `opens`: mark of reasoning
-    with which the prompt ends, if any. If reasoning has begun and has no end mark, all text is reasoning.
+    """Split a message into (reasoning, rest), without marks and the newlines beside them. If reasoning has begun and
+    has no end mark, all text is reasoning. All text before an end mark is reasoning, also without a mark that begins
+    it. `opens`: mark of reasoning with which the prompt ends; "": none.
 
     >>> split_reasoning("<think>small</think>3"), split_reasoning("small", "<think>")
     (('small', '3'), ('small', ''))
@@ -183,8 +185,8 @@ def result(text: str) -> str:
 
 
 def _calls(written: Iterator[str] | Sequence[str], name: NameCall) -> tuple[ToolCall, ...] | None:
-    """Parse calls, each given as the text of a JSON object; None if one is malformed. `name`: makes
-    the id of a call from its number."""
+    """Parse calls, each given as the text of a JSON object; None if one is malformed. `name`: returns the id for a
+    call, by its number from 0."""
     found = []
     for number, text in enumerate(written):
         try:
@@ -204,6 +206,7 @@ def _object(call: ToolCall, field: str) -> str:
 
 
 def _several(rule: str, between: str, parallel: bool) -> str:
+    """Write a grammar expression for one `rule`; if `parallel`, for 1 to `MOST_CALLS` with `between` between them."""
     return f"{rule} ({json.dumps(between)} {rule}){{0,{MOST_CALLS - 1}}}" if parallel else rule
 
 

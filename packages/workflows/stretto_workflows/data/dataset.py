@@ -21,7 +21,12 @@ from stretto_workflows.data.rows import Columns, question
 
 
 def mixed(task: DatasetTask, seed: int) -> Questions:
-    """Read the questions of all sources of a dataset task, in order (`DatasetTask.questions`)."""
+    """Read the questions of all sources of a dataset task, in order; of held-out ones, one of each source in turn. All
+    questions of `held_out_sources` are held out. `seed`: of the run, for sources that generate questions.
+
+    Raises:
+        DataError: lists the mistakes of all sources.
+    """
     training: list[Question] = []
     held_out: list[list[Question]] = []
     notes: list[str] = []
@@ -53,7 +58,11 @@ def mixed(task: DatasetTask, seed: int) -> Questions:
 
 
 def questions(task: JsonlTask) -> Questions:
-    """Read all rows, in file order (`JsonlTask.questions`)."""
+    """Read all rows, in file order. Held out are those of `held_out_file`, or without one the last `held_out` rows.
+
+    Raises:
+        DataError: a file cannot be read or has invalid rows, or there are not more rows than `held_out`.
+    """
     mistakes = Mistakes()
     with mistakes:
         rows = read_rows(Path(task.file), task)
@@ -90,7 +99,7 @@ class Fields:
 
 
 def read_pairs(path: Path, fields: Fields) -> list[Pair]:
-    """Read all pairs of a JSONL file.
+    """Read all pairs of completions of a JSONL file; a pair's id is its line number. `fields`: keys of a row.
 
     Raises:
         DataError: the file is missing, empty or not text, or some of its rows are invalid.

@@ -24,7 +24,13 @@ _HELD_OUT_SEED = 1_000_003
 
 
 def questions(source: GymSource, seed: int) -> tuple[list[Question], list[Question], list[str]]:
-    """Generate questions (`GymSource.questions`)."""
+    """Generate questions; returns those for training, the held-out ones, and notes for the user. A training question
+    that is also held out is left out, and counted in a note. `seed`: of the run; the held-out ones do not depend on it.
+
+    Raises:
+        DataError: the package is missing, or has no such task, parameter or level; it refuses the parameters; or no
+            training question is left.
+    """
     settings = _settings(source)
     held_out = list(_made(source, "h", source.held_out, _HELD_OUT_SEED, settings))
     drawn = _made(source, "", source.size, derive_seed(seed, "reasoning_gym", source.task) % _SEEDS, settings)
@@ -92,6 +98,7 @@ def _made(source: GymSource, mark: str, count: int, seed: int, settings: Mapping
 
 
 def _question(source: GymSource, id: str, entry: Mapping[str, Any], again: dict[str, Any]) -> Question:
+    """Make a question from a dataset entry. `again`: what generates the entry again, for the gold answer."""
     text = str(entry["question"])
     instruction = ({"role": "system", "content": source.system_prompt},) if source.system_prompt else ()
     answer = None if entry["answer"] is None else str(entry["answer"])

@@ -34,20 +34,21 @@ Read = TypeVar("Read")
 
 
 def read_lines(path: Path, read: Callable[[str, int, str], Read]) -> list[Read]:
-    """The results of ``read(line, line number, place)`` for each non-blank line of a file; `place` is "path:number".
-    `read` raises a DataError (`mistake`) for an invalid line. Files named ``.gz`` are unpacked.
+    """Call ``read(line, line number, place)`` for each non-blank line of a file; returns the results, in order. `place`
+    is "path:number". `read` raises a DataError (`mistake`) for an invalid line; the other lines are read nevertheless,
+    and the mistakes of all lines are raised together. Files named ``.gz`` are unpacked.
 
     Raises:
-        DataError: the file is missing, empty or not text, or lines are invalid.
+        DataError: the file is missing, has no line, or is not text, or lines are invalid.
     """
     numbered = ((place, (number, line)) for number, place, line in lines_of(path))
     return read_each(str(path), numbered, lambda row, place: read(_short(row[1], place), row[0], place))
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
-    """Yield ``(number, place, line)`` of each non-blank line of a file; `place` is "path:number".
+    """Iterate over the non-blank lines of a file, as ``(number, place, line)``; `place` is "path:number".
 
-    Raises:
+    Raises (at the call, not during the iteration):
         DataError: the file is missing or not text, or holds one JSON array.
     """
     text = read_text(path)
@@ -58,11 +59,12 @@ def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
 
 
 def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Given, str], Read]) -> list[Read]:
-    """The results of ``read(row, place)`` for each ``(place, row)`` of `rows`. Mistakes of all rows are raised
-    together. A DataError of the iterator `rows` itself ends the reading and is raised with them.
+    """Call ``read(row, place)`` for each ``(place, row)`` of `rows`; returns the results, in order. Mistakes of all
+    rows are raised together. A DataError of the iterator `rows` itself ends the reading and is raised with them.
+    `name`: of the file, for the error about all of it.
 
     Raises:
-        DataError: rows are invalid, or there are none; `name` is the file named in the error.
+        DataError: rows are invalid, or there are none.
     """
     found: list[Read] = []
     mistakes, alike, hidden = Mistakes(), dict[tuple[str, str, str], list[Problem]](), 0
@@ -100,12 +102,13 @@ def _told(alike: Sequence[Sequence[Problem]]) -> Iterator[Problem]:
 
 
 def mistake(place: str, found: str, remedy: str = "") -> DataError:
-    """The error to raise for one invalid row."""
+    """Make the error to raise for one mistake: what was `found` at `place`, such as "rows.jsonl:7"; `remedy`: what is
+    allowed, or what to do."""
     return DataError([Problem(place, found, remedy)])
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Object hook that refuses duplicate keys: ``json.loads(text, object_pairs_hook=once)``.
+    """Make a dict of the pairs of a JSON object: ``json.loads(text, object_pairs_hook=once)``.
 
     Raises:
         ValueError: a key appears twice, so one of its values would be lost.
@@ -160,17 +163,17 @@ def _short(line: str, place: str) -> str:
 
 
 def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> list[Read]:
-    """Call ``read(object, line number, place)`` for each line that is not blank; returns the results. `place` is
-    "FILE:LINE", for errors. `read` raises a `mistake` (a DataError) for a bad row.
+    """Parse each non-blank line of a file as a JSON object, and call ``read(object, line number, place)`` with it;
+    returns the results, in order. As `read_lines`.
 
     Raises:
-        DataError: the file is missing, empty or not text, or some of its rows are invalid.
+        DataError: the file is missing, has no line, or is not text, or some of its rows are invalid.
     """
     return read_lines(path, lambda line, number, place: read(object_of(line, place), number, place))
 
 
 def require(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> None:
-    """Check that the row has all fields `names`; raises one `mistake` that names those missing."""
+    """Check that the row has all fields `names`; raises one DataError at `place` that names those missing."""
     if names and not row:
         raise mistake(place, f"no field {names[0]!r}", "the object is empty")
     if lacking := [name for name in names if name not in row]:
@@ -194,7 +197,7 @@ def unseen(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) 
 
 
 def text(value: object, place: str, largest: int = _LARGEST_TEXT) -> str:
-    """Return `value` if it is a valid text, not blank, of at most `largest` characters; otherwise raise a `mistake` at
+    """Return `value` if it is a valid text, not blank, of at most `largest` characters; otherwise raise a DataError at
     `place`, such as "rows.jsonl:7"."""
     if not isinstance(value, str) or not value.strip():
         raise mistake(place, shown(value), "a text is needed")
@@ -206,8 +209,9 @@ def text(value: object, place: str, largest: int = _LARGEST_TEXT) -> str:
 
 
 def prompt(value: object, place: str) -> tuple[str, tuple[dict[str, str], ...]]:
-    """Check a prompt, a text or a list of chat messages; returns its text, and its messages if it is a chat. The text
-    of a chat is the contents of its messages, joined by newlines. Raises a `mistake` for an invalid prompt."""
+    """Check a prompt, a text or a list of chat messages; returns its text, and its messages, () if it is no chat. The
+    text of a chat is the contents of its messages, joined by newlines. Raises a DataError at `place` for an invalid
+    prompt."""
     if not isinstance(value, list):
         return text(value, place), ()
     if not value:
@@ -235,7 +239,7 @@ def shown(value: object) -> str:
 
 
 def object_of(line: str, place: str) -> dict[str, Any]:
-    """Parse one line as a JSON object.
+    """Parse one line as a JSON object. `place`: for errors.
 
     Raises:
         DataError: the line is not valid JSON, not an object, has a key twice, or a number of thousands of digits.

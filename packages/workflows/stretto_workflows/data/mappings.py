@@ -38,9 +38,9 @@ _STARTER = "\n\nComplete this code:\n```python\n{}\n```"
 class Mapped:
     """How to get `prompt`, `answer` and possibly `demonstration` from the rows of one dataset.
 
-    `of`: called with a row and its place, for errors; returns a function for each of these keys, which makes its
-    value. `reward`: built-in reward for these gold answers. `distinct`: the dataset repeats its rows, and each is taken
-    once. `continued`: the completion continues the prompt's text, so the prompt is not a chat message.
+    `of`: called with a row and its place ("rows.jsonl:7"), for errors; returns a function for each of these keys, which
+    makes its value. `reward`: built-in reward for these gold answers. `distinct`: the dataset repeats its rows, and
+    each is taken once. `continued`: the completion continues the prompt's text, so the prompt is not a chat message.
     """
 
     of: Callable[[Values, str], Parts]
@@ -50,7 +50,8 @@ class Mapped:
 
 
 def mapped(name: str, row: Values, place: str) -> Values:
-    """Return a row with `prompt`, `answer` and possibly `demonstration` added by the mapping `name`.
+    """Return a copy of a row with `prompt`, `answer` and possibly `demonstration` set by the mapping `name`, a key of
+    `MAPPINGS`. `place`: for errors.
 
     Raises:
         DataError: the row lacks columns that the mapping needs, or their values are invalid; names each bad column.
@@ -202,12 +203,14 @@ def _listed(value: object) -> list[Any]:
 
 
 def _boxed(solution: str) -> str | None:
-    r"""Content of the last box, with balanced braces (``\frac{1}{2}`` of ``\boxed{\frac{1}{2}}``); None without one."""
+    r"""Content of the last box, with balanced braces (``\frac{1}{2}`` of ``\boxed{\frac{1}{2}}``); None without one, or
+    if it is blank."""
     last = next(reversed(list(_boxes(solution))), None)
     return last.strip() or None if last is not None else None
 
 
 def _boxes(solution: str) -> Iterator[str]:
+    """Yield the contents of all boxes, in order; one whose brace is never closed is left out."""
     for box in _BOX.finditer(solution):
         if box["bare"] is not None:
             yield box["bare"]

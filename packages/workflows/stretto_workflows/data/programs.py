@@ -27,16 +27,18 @@ _OPERANDS = ("a", "b", "c", *map(str, range(1, 10)))
 
 @dataclass(frozen=True)
 class Instruction:
-    """One step: an operator and its operand. Example: ``Instruction("max", "3")`` is ``max(x,3)``."""
+    """One step: an operator, which is a key of `_WORDS`, and its operand, "a", "b", "c" or a digit. Example:
+    ``Instruction("max", "3")`` is ``max(x,3)``."""
 
     word: str
     operand: str
 
     def applied_to(self, value: str) -> str:
+        """Source of the step, applied to the expression `value`."""
         return _WORDS[self.word].format(value, self.operand)
 
     def value(self, before: int, operand: int) -> int:
-        """Result of the step (plus, minus, times, max or min with the operand) for the value `before`."""
+        """Result of the step for the value `before`. `operand`: value of its operand."""
         match self.word:
             case "plus":
                 return before + operand
@@ -51,7 +53,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Description:
-    """A small program in words: steps that apply to `a`, one after the other."""
+    """A small program in words: at least one step; they apply to `a`, one after the other."""
 
     steps: tuple[Instruction, ...]
 
@@ -74,7 +76,11 @@ class Description:
 
 
 def questions(task: ProgramsTask, seed: int) -> Questions:
-    """Generate all questions (`ProgramsTask.questions`)."""
+    """Generate all questions. Training questions and demonstrations depend on `seed`, held-out ones do not.
+
+    Raises:
+        DataError: there are fewer than `held_out` distinct held-out questions.
+    """
     training = draw_training(partial(draw, task), task.prompts, derive_seed(seed, "training"))
     held_out = draw_held_out(partial(draw, task), task.held_out, "task.steps_max")
     return Questions(
@@ -100,7 +106,8 @@ def draw(task: ProgramsTask, chance: random.Random) -> Description:
 
 
 def demonstration(task: ProgramsTask, description: Description, chance: random.Random) -> str:
-    """Program for a description; each step is wrong with probability `mistake_rate`."""
+    """Write a program for a description, as a body of the function; each step is wrong with probability
+    `mistake_rate`. `chance`: source of the random numbers."""
     steps = [_misread(step, chance) if chance.random() < task.mistake_rate else step for step in description.steps]
     return Description(tuple(steps)).program
 

@@ -32,7 +32,7 @@ from stretto_workflows.data.jsonl import lines_of, mistake, object_of, read_text
 
 
 def package(name: str, extra: str, place: str) -> Any:
-    """Import the module `name`, which comes with ``stretto[extra]``.
+    """Import the module `name`, which comes with ``stretto[extra]``, and return it. `place`: for errors.
 
     Raises:
         DataError: the package is not installed, or cannot be imported.
@@ -47,7 +47,8 @@ def package(name: str, extra: str, place: str) -> Any:
 @contextmanager
 def reachable_or_cached(place: str) -> Iterator[str]:
     """Context manager: try to reach the hub, and if it does not reply, set the Hugging Face libraries to use only their
-    cache within the block. Yields why the hub cannot be used, or "" if it replies.
+    cache within the block. Yields why the hub cannot be used (``HF_HUB_OFFLINE`` included), or "" if it replies.
+    `place`: for errors.
 
     Raises:
         DataError: the libraries are not installed.
@@ -82,8 +83,8 @@ _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def rows_of(source: RowsSource) -> Iterator[tuple[str, Row]]:
-    """Iterate over the rows of a dataset, in its order: pairs of the row's place, for errors, and a function that
-    parses it.
+    """Iterate over all rows of a dataset, in its order: pairs of the row's place ("rows.jsonl:7"), for errors, and a
+    function that parses the row.
 
     Raises (here or during the iteration):
         DataError: there is no such dataset, or it cannot be read.
@@ -154,6 +155,7 @@ def _by_datasets(source: RowsSource, name_or_format: str, /, **asked: Any) -> It
 
 
 def _numbered(source: RowsSource, rows: Any) -> Iterator[tuple[str, Row]]:
+    """Yield (place, row) for `rows` of the library, any of whose errors becomes a DataError."""
     found, number = iter(rows), 0
     while True:
         row = _asked(source, lambda: next(found, None), f" after row {number}")
@@ -178,6 +180,7 @@ def _from_hub(source: RowsSource) -> Iterator[tuple[str, Row]]:
 
 
 def _asked(source: RowsSource, ask: Callable[[], Any], where: str = "") -> Any:
+    """Return the result of `ask`; any error of it becomes a DataError. `where`: addition to its message."""
     try:
         return ask()
     # `datasets` and its readers raise many types; all concern the dataset that the user named.

@@ -19,8 +19,10 @@ from stretto_workflows.data.jsonl import LARGEST_ROW
 class Columns:
     """The keys of a row that hold id, prompt, answer and demonstration, and how its prompt is made.
 
-    `render(row, place)`, if given, makes the prompt, and the key `prompt` is not read. `as_chat`: the tokenizer's chat
-    template, if any, applies to plain texts too. `seen`: by id, the place of each earlier row, for errors.
+    `system_prompt`: system message for rows that have none; None: none. `render(row, place)`, if given, makes the
+    prompt, and the key `prompt` is not read. `as_chat`: the tokenizer's chat template, if any, applies to plain texts
+    too. `template_arguments`: of the chat template, (name, value). `source`: name of the source, which begins the ids
+    of its questions. `seen`: by id, the place of each earlier row, for errors.
     """
 
     prompt: str = "prompt"
@@ -36,7 +38,7 @@ class Columns:
 
     @classmethod
     def of(cls, config: JsonlTask | RowsSource, **further: Any) -> Self:
-        """The columns that a section of a recipe names."""
+        """The columns that a section of a recipe names. `further`: fields that no section has, such as `render`."""
         return cls(
             prompt=config.prompt_field,
             answer=config.answer_field,
@@ -50,10 +52,12 @@ class Columns:
 
 
 def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) -> Question:
-    """Convert a row to a question. `number`: its number in the dataset, for the question's id. `place`: for errors.
+    """Convert a row to a question, and add its own id, if `columns` names one, to `columns.seen`. Other columns than
+    prompt and gold answer become the question's `fields`. `number`: of the row in the dataset, for the question's id.
+    `place`: for errors.
 
     Raises:
-        DataError: keys are missing or have invalid values; names each of them.
+        DataError: keys are missing or have invalid values, or another row has its id; names each mistake.
     """
     mistakes = Mistakes()
     text, messages, answer = "", tuple[dict[str, str], ...](), ""
@@ -92,7 +96,7 @@ def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) 
 
 
 def gold(answer: object, place: str) -> str:
-    """Convert a gold answer, a text or a finite number, to text; raises a `mistake` for anything else."""
+    """Convert a gold answer, a text or a finite number, to text; raises a DataError at `place` for anything else."""
     if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
         answer = str(answer)
     return jsonl.text(answer, place, LARGEST_ROW)  # it may be the tests of a program

@@ -22,8 +22,8 @@ from stretto_workflows.data.rows import Columns, question
 
 
 def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
-    """Compile a Jinja template to a function ``render(row, place)``, which returns the prompt. It raises a `mistake` if
-    the row lacks a name that the template uses, or the template fails on it.
+    """Compile a Jinja template to a function ``render(row, place)``, which returns the prompt. It raises a DataError at
+    `place` if the row lacks a name that the template uses, or the template fails on it.
 
     >>> compiled("{{ question }}\\nAnswer:")({"question": "3+8="}, "rows.jsonl:1")
     '3+8=\\nAnswer:'
@@ -52,7 +52,12 @@ def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
 
 
 def questions(source: RowsSource) -> tuple[list[Question], list[Question], list[str]]:
-    """Read the questions (`RowsSource.questions`)."""
+    """Read the questions; returns those for training, the last `held_out` ones, and notes for the user: how many
+    repeated rows were left out.
+
+    Raises:
+        DataError: the dataset cannot be read, has invalid rows, or no more rows than `held_out`.
+    """
     render = compiled(source.template) if source.template is not None else None
     columns = Columns.of(source, render=render, source=source.title)
     distinct = source.mapping is not None and MAPPINGS[source.mapping].distinct
@@ -71,6 +76,7 @@ def questions(source: RowsSource) -> tuple[list[Question], list[Question], list[
 
 
 def _numbered(source: RowsSource) -> Iterator[tuple[str, tuple[int, Any]]]:
+    """The first `source.rows` rows as (place, (number from 1, function that parses the row))."""
     numbered = ((where, (number, row)) for number, (where, row) in enumerate(rows_of(source), start=1))
     return islice(numbered, source.rows)
 
@@ -78,9 +84,14 @@ def _numbered(source: RowsSource) -> Iterator[tuple[str, tuple[int, Any]]]:
 def _read(
     row: tuple[int, Any], place: str, mapping: str | None, columns: Columns, seen: set[int] | None
 ) -> Question | None:
-    """Convert a numbered row, after the `mapping` (None: none), to a question; None if it repeats an earlier one.
-    `seen`: digests of the earlier prompts with their gold answers, to which this one's is added; None to keep repeated
-    rows."""
+    """Convert a row to a question; None if it repeats an earlier one.
+
+    Args:
+        row: its number, and the function that parses it.
+        mapping: name of the mapping that is applied first; None: none.
+        seen: digests of the earlier prompts with their gold answers, to which this one's is added; None: repeated rows
+            are kept.
+    """
     number, read = row
     values: Mapping[str, Any] = read()
     found = question(mapped(mapping, values, place) if mapping is not None else values, number, place, columns)
