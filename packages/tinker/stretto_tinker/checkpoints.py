@@ -32,7 +32,8 @@ _NAMES = "letters, digits, '.', '_' and '-', at most 128 of them, no '.' in fron
 
 @dataclass(frozen=True)
 class Place:
-    """Address of a checkpoint: ``tinker://MODEL/KIND/NAME``."""
+    """Address of a checkpoint: ``tinker://MODEL/KIND/NAME``. `model`: id of the model. `kind`: `TRAINING`, `SAMPLER` or
+    `EXTERNAL`."""
 
     model: str
     kind: str
@@ -40,10 +41,11 @@ class Place:
 
     @classmethod
     def of(cls, path: str, field: str = "path") -> Self:
-        """Parse a path. `field`: name of the request's field, for the error.
+        """Parse a path ``tinker://MODEL/KIND/NAME``; the checkpoint need not exist. `field`: name of the request's
+        field, for the error.
 
         Raises:
-            RefusedRequest: it is not a path of weights.
+            RefusedRequest: it is no such path.
         """
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in TYPES:
@@ -88,10 +90,10 @@ class Weights:
 
     def write(self, folder: Path, save: Callable[[Path], None], *, synced: bool = False) -> int:
         """Write a folder atomically: `save` writes the files into a temporary folder, which is then renamed to
-        `folder`, replacing an earlier one. Returns the size in bytes. `synced`: sync it to disk.
+        `folder`, replacing an earlier one. Returns the size in bytes. `synced`: sync it to disk before returning.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: the folder cannot be written; an earlier one stays.
         """
         with whole_folder(folder) as partial:
             save(partial)

@@ -20,7 +20,7 @@ RECORD = "tinker.sqlite"
 
 
 class TinkerServer:
-    """Tinker server as the serving loop uses it (satisfies `OpenWork` and `Runner`).
+    """Tinker server as the serving loop uses it (satisfies `engine.http.lifecycle.OpenWork`).
 
     Attributes:
         app: ASGI application.
@@ -31,8 +31,9 @@ class TinkerServer:
     def __init__(
         self, backend: LocalBackend, folder: Path, keys: frozenset[str] = frozenset(), names: HostNames | None = None
     ) -> None:
-        """Open the folder, and delete the weights in it that its record does not need. `keys`: keys of clients that are
-        accepted; empty: any. `names`: values of ``Host`` that are accepted; None: any.
+        """Open the server's folder, which is made if it is missing, and delete the weights in it that its record does
+        not need. `keys`: API keys of clients that are accepted; empty: any. `names`: values of ``Host`` that are
+        accepted; None: any.
 
         Raises:
             RunFolderError: another server uses the folder, it cannot be written, or it has another base model's record.
@@ -63,10 +64,10 @@ class TinkerServer:
         return 0
 
     def break_off(self) -> None:
-        """Do nothing (`OpenWork`)."""
+        """Do nothing: a restarted server computes open requests again (`OpenWork`)."""
 
     async def run(self) -> None:
-        """Start the worker, and look after sessions until cancelled."""
+        """Start the worker, and look after sessions until cancelled. `close` must follow."""
         self._changes.bind(asyncio.get_running_loop())
         self.worker.start()
         await self._service.sweep()

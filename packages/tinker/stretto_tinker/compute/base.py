@@ -52,7 +52,10 @@ class LocalBackend:
     """One base model, a Hugging Face folder, loaded once into this process; models and engines are made from it.
 
     Attributes:
+        folder: of the base model.
         name: name of the base model for clients.
+        architecture: name of its class.
+        parameters: number of its weights.
         cache_bytes: bytes of KV cache for all engines together.
         models_bytes: bytes of memory for all models in training together.
         samplers_bytes: bytes of memory for the weights of all samplers together, half of `models_bytes`.
@@ -104,7 +107,7 @@ class LocalBackend:
         self.samplers_bytes = self.models_bytes // 2
 
     def check(self, shape: Shape) -> None:
-        """Check that a model of this shape can be made, and that it fits into `models_bytes`.
+        """Check that a model of this shape can be made, and that it fits into `models_bytes` alone.
 
         Raises:
             RefusedRequest: the rank is out of range, nothing would be trained, or the model is too large.
@@ -128,7 +131,7 @@ class LocalBackend:
         return lora.rank * width * _COPIES * _FLOAT
 
     def memory_of_sampler(self, folder: Path) -> int:
-        """Bytes of memory that a sampler with these saved weights needs beside the base model and the KV cache.
+        """Bytes of memory that a sampler with the weights in `folder` needs beside the base model and the KV cache.
 
         Raises:
             StoreError: files are missing or damaged, or have another base model.
@@ -136,8 +139,8 @@ class LocalBackend:
         return self.memory_of(self.shape_of(folder)) // _COPIES * _SAMPLED_COPIES
 
     def create(self, shape: Shape) -> Learner:
-        """Make a model to train; its shape must have passed `check`. With LoRA it shares the base weights; otherwise
-        the folder is loaded again."""
+        """Make a model to train, with new adapters or the weights of the base model; its shape must have passed
+        `check`. With LoRA it shares the base weights; otherwise the folder is loaded again."""
 
         def write(model: PreTrainedModel, folder: Path) -> None:
             if shape.lora is None:
@@ -163,12 +166,13 @@ class LocalBackend:
         return self._shared.view(config, attention, seed=shape.seed, head=shape.lora.train_unembed)
 
     def _targets(self, lora: Lora) -> tuple[str, ...]:
-        """Last name parts of the layers that get adapters, as ``q_proj``. ("none",) if no layer does."""
+        """Last name parts of the linear layers that get adapters, as ``q_proj``; ("none",) if none does. The output
+        layer is not among them."""
         chosen = [last for last, attends in self._attends.items() if (lora.train_attn if attends else lora.train_mlp)]
         return tuple(sorted(chosen)) or _NOTHING
 
     def shape_of(self, folder: Path) -> Shape:
-        """Read the shape of a model that `Learner.save` wrote.
+        """Read the shape of a model that `Learner.save` wrote into `folder`.
 
         Raises:
             StoreError: it has another base model, or the file is missing or damaged.
@@ -176,7 +180,7 @@ class LocalBackend:
         return read_shape(folder, self.folder)
 
     def sampled(self, folder: Path | None) -> Sampler:
-        """Make an engine with the weights that `Learner.save` wrote, or of the base model (`folder` None).
+        """Make a sampler with the weights that `Learner.save` wrote into `folder`, or of the base model (None).
 
         Raises:
             StoreError: files are missing or damaged, or of another base model.
@@ -202,17 +206,21 @@ class LocalBackend:
 
 
 class _Views:
-    """Models with the same weights for one sampler: for its engine and its packed forward."""
+    """Models with the same weights for one sampler: for its engine and its packed forward. `shape`, `folder`: of the
+    weights; None: the base model's."""
 
     def __init__(self, backend: LocalBackend, shape: Shape | None, folder: Path | None) -> None:
         self._backend, self._shape, self._folder = backend, shape, folder
         self._models: list[PreTrainedModel] = []
 
     def view(self, attention: str) -> PreTrainedModel:
+        """Make another model with the weights. `attention`: name of its attention implementation."""
         self._models.append(self._backend.view(self._shape, self._folder, attention))
         return self._models[-1]
 
     def take(self, folder: Path) -> bool:
+        """Replace the adapters of all models made so far by those in `folder`; False, with nothing changed, unless both
+        are adapters of one shape. Raises StoreError for missing or damaged files."""
         if self._shape is None or self._shape.lora is None or self._backend.shape_of(folder).lora != self._shape.lora:
             return False
         for model in self._models:

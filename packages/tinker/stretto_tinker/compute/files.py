@@ -10,7 +10,7 @@ shape.json                                         the `Shape`, and the folder o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -35,8 +35,6 @@ _PEFT = "base_model.model."
 #: LoRA alpha: the scale of adapters is alpha / rank, as in Tinker's own service.
 ALPHA = 32
 
-Named = Mapping[str, Tensor]
-
 
 class Shape(msgspec.Struct, frozen=True):
     """Trained part of a model: LoRA adapters, or all weights (`lora` None). `seed`: of the adapters' initial values."""
@@ -46,12 +44,12 @@ class Shape(msgspec.Struct, frozen=True):
 
 
 def write_shape(folder: Path, shape: Shape, base: Path) -> None:
-    """Write the shape of a model, and `base`, the folder of its base model."""
+    """Write the shape of a model, and `base`, the folder of its base model, to ``shape.json`` in `folder`."""
     (folder / SHAPE).write_bytes(msgspec.json.encode({"base": str(base), "shape": shape}))
 
 
 def read_shape(folder: Path, base: Path) -> Shape:
-    """Read the shape of a saved model.
+    """Read the shape of a saved model. `base`: folder that its base model must have.
 
     Raises:
         StoreError: its base model is not `base`, or the file is missing or damaged.
@@ -84,17 +82,26 @@ def write_adapters(folder: Path, model: PreTrainedModel, rank: int, base: Path) 
     config.save_pretrained(str(folder))
 
 
+@torch.no_grad()
 def read_adapters(folder: Path, model: PreTrainedModel) -> None:
-    """Load adapters that `write_adapters` wrote into a model.
+    """Load the adapters in `folder`, which `write_adapters` wrote, into a model with adapters.
 
     Raises:
-        StoreError: the file is missing or damaged, or its tensors have other names or shapes.
+        StoreError: the file is missing or damaged, or its tensors have other names or shapes; nothing is loaded then.
     """
     ours: dict[str, Tensor] = {}
     for name, layer in adapted_layers(model).items():
         for kind, both in (("lora_A", layer.lora_A), ("lora_B", layer.lora_B)):
             ours[f"{_PEFT}{name}.{kind}.weight"] = cast(nn.Linear, both[ADAPTER]).weight
-    _copy(ours, folder / ADAPTERS)
+    try:
+        found = load_file(folder / ADAPTERS)
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{folder.name} is not whole: {error}") from None
+    differing = [name for name, one in ours.items() if name not in found or found[name].shape != one.shape]
+    if wrong := differing or sorted(found.keys() - ours.keys()):
+        raise StoreError(f"{folder.name} is of a model of another shape, by {wrong[0]}")
+    for name, one in ours.items():
+        one.copy_(found[name])
 
 
 @torch.no_grad()
@@ -129,7 +136,8 @@ def write_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optim
 
 
 def read_optimizer(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Load the state of AdamW.
+    """Load the state of AdamW that `write_optimizer` wrote; the present state is dropped first. Weights without one in
+    the file have none then.
 
     Raises:
         StoreError: the file is missing or damaged, or belongs to another model.
@@ -158,7 +166,7 @@ def write_gradient(folder: Path, model: nn.Module) -> None:
 
 
 def read_gradient(folder: Path, model: nn.Module) -> None:
-    """Set the gradient of a model to the one that `write_gradient` wrote; without its file, it stays.
+    """Set the gradient of a model to the one that `write_gradient` wrote. Without its file, the present one stays.
 
     Raises:
         StoreError: the file is damaged, or belongs to another model.
@@ -180,26 +188,8 @@ def _trained(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
     return [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-def _save(tensors: Named, file: Path) -> None:
+def _save(tensors: dict[str, Tensor], file: Path) -> None:
     try:
-        save_file(dict(tensors), file, metadata={"format": "pt"})
+        save_file(tensors, file, metadata={"format": "pt"})
     except SafetensorError as error:  # the type with which safetensors reports errors of the system
         raise OSError(f"{file.name} cannot be written: {error}") from error
-
-
-def _copy(ours: Named, file: Path) -> None:
-    try:
-        found = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise StoreError(f"{file.parent.name} is not whole: {error}") from None
-    _take(ours, found, file.parent)
-
-
-@torch.no_grad()
-def _take(ours: Named, found: Named, folder: Path) -> None:
-    differing = [name for name, one in ours.items() if name not in found or found[name].shape != one.shape]
-    if differing or found.keys() - ours.keys():
-        wrong = (differing or sorted(found.keys() - ours.keys()))[0]
-        raise StoreError(f"{folder.name} is of a model of another shape, by {wrong}")
-    for name, one in ours.items():
-        one.copy_(found[name])

@@ -45,8 +45,8 @@ class Learner:
 
     def __init__(self, model: PreTrainedModel, micro_batch_tokens: int, write: ModelFiles, read: ModelFiles) -> None:
         """Create the optimizer of a model for training. `model` has the packed attention; its parameters that require
-        gradients are trained. `micro_batch_tokens`: most tokens of a micro-batch. `write`, `read`: save weights to a
-        folder, and load them."""
+        gradients are trained. `micro_batch_tokens`: most targets of a micro-batch; a longer sequence is one alone.
+        `write`, `read`: save the model's weights to a folder, and load them."""
         self._model, self._tokens, self._write, self._read = model, micro_batch_tokens, write, read
         self._context: int = model.config.get_text_config().max_position_embeddings
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -55,14 +55,14 @@ class Learner:
     def forward_backward(
         self, data: Sequence[Datum], loss: str, config: Mapping[str, float], *, backward: bool
     ) -> Pieces[Computed]:
-        """Compute the log-probabilities of all targets and the summed loss. With `backward`, add the gradient of this
-        sum to the accumulated gradient. After an error, or if the generator is closed before its end, the gradient is
-        as before. Each piece is one micro-batch.
+        """Compute the log-probabilities of all targets and the summed loss, the metric "loss:sum" of the result. With
+        `backward`, add the gradient of this sum to the accumulated gradient. After an error, or if the generator is
+        closed before its end, the gradient is as before. Each piece is one micro-batch.
 
         Args:
             data: the sequences with their targets.
             loss: name of a loss of `compute.losses`.
-            config: its settings.
+            config: all its settings (`Loss.configured`).
 
         Raises:
             RefusedRequest: the loss is not finite, or does not exist.
@@ -90,6 +90,8 @@ class Learner:
         *,
         backward: bool,
     ) -> float:
+        """Compute the sequences with the indices `part` in `data`, and add their log-probabilities to `logprobs`, by
+        index; returns their summed loss."""
         chosen, device = [data[at] for at in part], self._model.device
         # The last target is appended to the inputs: target i is then the token to predict at position i + 1. Behind a
         # sequence as long as the context it would have a position that learned positions do not have.
@@ -137,7 +139,8 @@ class Learner:
 
     def save(self, folder: Path, *, gradient: bool = False) -> None:
         """Write weights and optimizer state into an empty folder. Adapters are written in peft's format, a whole model
-        in that of transformers. `gradient`: write the accumulated gradient too."""
+        in that of transformers. `gradient`: write the accumulated gradient too. Raises OSError if it cannot be
+        written."""
         self._write(self._model, folder)
         write_optimizer(folder, self._model, self._adamw)
         if gradient:

@@ -30,7 +30,8 @@ class Loss:
     Attributes:
         takes: inputs of a datum that it reads, each with whether it is required.
         settings: default values of its settings.
-        of: computes it from log-probabilities of targets, inputs and settings.
+        of: called with the log-probabilities of one sequence's targets, its other inputs and all settings; returns the
+            sum over the sequence, a scalar.
         several: whether a position may have several targets.
     """
 
@@ -124,7 +125,7 @@ def loss_of(name: str) -> Loss:
 
 
 def as_tensors(inputs: Mapping[str, Any], device: torch.device) -> dict[str, Tensor]:
-    """Convert the inputs of a datum, without the targets, to float32 tensors on a device."""
+    """Convert the inputs of a datum, except ``target_tokens``, to float32 tensors on a device."""
     return {
         name: torch.from_numpy(np.array(array, np.float32)).to(device)
         for name, array in inputs.items()

@@ -36,7 +36,7 @@ Ended = list[SampledTokens] | StrettoError
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """Sequences to sample after one prompt, one for each of `seeds`."""
+    """Sequences to sample after one prompt (token ids), one for each of `seeds`."""
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
@@ -75,9 +75,9 @@ class Sampler:
         """Sample with `engine`, which must be idle.
 
         Args:
-            view: makes another model with the engine's weights, by the name of its attention implementation; for
-                scoring, when it is first needed.
-            take: replaces the weights of all these models, as the method `take`.
+            view: called with the name of an attention implementation, once, when a prompt is first scored; returns
+                another model with the engine's weights.
+            take: replaces the weights of these models, the engine's included, as the method `take`.
             context: most tokens of a sequence.
             slots: most sequences that the engine samples at once.
             cache: most bytes of its KV cache.
@@ -131,7 +131,7 @@ class Sampler:
 
     @property
     def backlog(self) -> int:
-        """Number of tokens that are computed before a sequence that is added now."""
+        """Number of tokens of open sequences that the engine computes before those of a sequence that is added now."""
         return self._engine.backlog
 
     def fits(self, sequences: int, tokens: int) -> bool:
@@ -179,7 +179,8 @@ class Sampler:
 
     @torch.no_grad()
     def score(self, prompt: Sequence[int], first: int) -> Floats:
-        """Score a prompt: log-probability of each token [P] from position `first` (at least 1) on, NaN before."""
+        """Log-probability of each token of a prompt given those before it, [P]: from position `first` (at least 1) on,
+        NaN before."""
         found = np.full(len(prompt), np.nan, np.float32)
         if first < len(prompt):
             self._scored += len(prompt)
@@ -188,8 +189,8 @@ class Sampler:
         return found
 
     def likeliest(self, prompt: Sequence[int], first: int, width: int) -> Likeliest:
-        """The `width` likeliest tokens at each position of a prompt from `first` on, [P, width]; entries before it are
-        empty."""
+        """The `width` likeliest tokens at each position of a prompt from `first` (at least 1) on, [P, width]. Entries
+        before it, and beyond the vocabulary, are empty."""
         ids = np.zeros((len(prompt), width), np.int32)
         logprobs = np.full((len(prompt), width), _NONE, np.float32)
         for start, rows_PV in self._rows(prompt, first):
@@ -236,8 +237,8 @@ class Sampler:
         return Likeliest(ids, logprobs)
 
     def _rows(self, prompt: Sequence[int], first: int) -> Iterator[tuple[int, Tensor]]:
-        """Log-probabilities of the whole vocabulary at the positions of a prompt from `first` on. Yields them in parts
-        [at most 256, V], each with its first position, so that only one part is in memory."""
+        """Yield the log-probabilities of the whole vocabulary at the positions of a prompt from `first` (at least 1)
+        on, in parts: first position, and rows [at most 256, V]. So only one part is in memory."""
         model = self._forward()
         self._scored += len(prompt)
         with torch.no_grad():
@@ -256,6 +257,7 @@ class Sampler:
 
 
 def _tokens(completion: Completion, width: int) -> SampledTokens:
+    """Convert a completion, with the `width` likeliest tokens at each position; 0: without."""
     likeliest = None
     if width:
         ids = np.zeros((completion.segment.length, width), np.int32)

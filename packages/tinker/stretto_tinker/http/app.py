@@ -41,7 +41,8 @@ _NOT_SERVED = {
 
 
 class TinkerApp:
-    """ASGI application of `stretto tinker`."""
+    """ASGI application of `stretto tinker`. It replies to every request: errors of handlers become HTTP errors with a
+    reason (see `_endpoint`)."""
 
     def __init__(self, service: Service, names: HostNames | None = None) -> None:
         """Serve all paths of the interface by `service`. `names`: names of this server; requests with another ``Host``
@@ -76,6 +77,8 @@ class TinkerApp:
         return routes
 
     def _endpoint(self, handler: Handler, *, keyed: bool):  # type: ignore[no-untyped-def]  # an endpoint of starlette
+        """Wrap a handler for starlette. `keyed`: require an API key; otherwise the call has no owner."""
+
         async def run(request: Request) -> Response:
             try:
                 owner = ""

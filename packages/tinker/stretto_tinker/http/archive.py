@@ -111,6 +111,7 @@ class Archive:
         return told(about)
 
     def _place(self, call: Call) -> Place:
+        """The checkpoint in the request's path; it may not exist. Raises RefusedRequest for an invalid kind or name."""
         return Place.of(f"tinker://{call.path('run')}/{call.path('kind')}/{call.path('name')}")
 
     async def _delete(self, call: Call) -> Response:
@@ -135,23 +136,24 @@ class Archive:
         place = self._place(call)
         if place.kind != EXTERNAL:
             raise RefusedRequest("checkpoint_id", place.id, f"one of {EXTERNAL}/")
-        row = self._service.checkpoint(place.path, call.owner)
-        until = int(now()) + _URL_SECONDS
-        at = f"{until}/{self._seal(until, place)}/{place.model}/{place.kind}/{place.name}"
-        base = str(call.request.base_url).rstrip("/")
-        urls = {
-            name: f"{base}/files/{at}/{name}" for name in files_of(self._service.weights.folder(Place.of(row.path)))
-        }
+        self._service.checkpoint(place.path, call.owner)
+        url, until = self._signed(call, "files", place)
+        urls = {name: f"{url}/{name}" for name in files_of(self._service.weights.folder(place))}
         return told({"urls": urls, "expires": written(until)})
 
     async def _archive(self, call: Call) -> Response:
         place = self._place(call)
         self._service.checkpoint(place.path, call.owner)
+        return RedirectResponse(self._signed(call, "archives", place)[0], 302)
+
+    def _signed(self, call: Call, route: str, place: Place) -> tuple[str, int]:
+        """Make a signed URL of a checkpoint (see `open_routes`); returns it, and the Unix time at which it expires."""
         until = int(now()) + _URL_SECONDS
         at = f"{until}/{self._seal(until, place)}/{place.model}/{place.kind}/{place.name}"
-        return RedirectResponse(f"{str(call.request.base_url).rstrip('/')}/archives/{at}", 302)
+        return f"{str(call.request.base_url).rstrip('/')}/{route}/{at}", until
 
     def _seal(self, until: int, place: Place) -> str:
+        """Signature of a URL of a checkpoint that expires at the Unix time `until`."""
         said = f"{until} {place.path}".encode()
         return hmac.new(self._service.secret.encode(), said, hashlib.sha256).hexdigest()
 
@@ -184,8 +186,9 @@ class Archive:
 
 
 def tar_of(files: Mapping[str, Path]) -> tuple[int, Iterator[bytes]]:
-    """Make a tar archive of files, by their names in it; returns its size, and an iterator that reads the files as it
-    is consumed. All files are opened at once, so that the archive is complete even if their folder is deleted.
+    """Make a tar archive of files, by their names in it; returns its size in bytes, and an iterator over its parts,
+    which reads the files as it is consumed. All files are opened now, so that the archive is complete even if their
+    folder is deleted.
 
     Raises:
         FileNotFoundError: a file is gone.
@@ -214,6 +217,7 @@ def tar_of(files: Mapping[str, Path]) -> tuple[int, Iterator[bytes]]:
 
 
 def _shown(rows: list[CheckpointRow]) -> list[CheckpointRow]:
+    """Those with a name that have not expired."""
     return [
         row
         for row in rows

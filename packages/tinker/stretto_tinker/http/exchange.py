@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,21 +25,20 @@ Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class NotServed(Exception):
-    """Raised by a handler to reply with an HTTP error of this `status` and `message`."""
+    """Raised by a handler to reply with an HTTP error of this `status`, whose body has the `message`."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(status, message)
         self.status, self.message = status, message
 
 
-@dataclass
+@dataclass(frozen=True)
 class Call:
     """One HTTP request, and the client that sent it. `owner`: the client's id (`service.owner_of`); "" for requests
     without API key."""
 
     request: Request
     owner: str
-    headers: dict[str, str] = field(default_factory=dict)
 
     @property
     def near(self) -> bool:
@@ -85,7 +84,7 @@ class Call:
         return raw
 
     async def parsed(self, kind: type[Body]) -> Body:
-        """Read the body and decode it as a record.
+        """Read the body and decode it as a record of the type `kind`.
 
         Raises:
             NotServed: as for `body`.
@@ -98,5 +97,5 @@ Handler = Callable[[Call], Awaitable[Response]]
 
 
 def told(found: Any, status: int = 200) -> Response:
-    """Make a reply with the value `found` as JSON."""
+    """Make a reply with the value `found` as JSON. `status`: HTTP status."""
     return Response(msgspec.json.encode(found), status, media_type=JSON)

@@ -10,6 +10,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -57,8 +58,8 @@ class Changes:
                     waiting.set_result(None)
 
     async def wait(self, key: str, seconds: float) -> None:
-        """Wait until a request is settled, at most `seconds`; returns in either case. `key`: id of the request, or of a
-        lane for any of its requests."""
+        """Wait until a request is settled from now on, at most `seconds`; returns in either case. `key`: id of the
+        request, or of a lane (a model or sampler) for any of its requests."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(key, []).append(future)
         try:
@@ -74,8 +75,8 @@ class Changes:
 
 
 class Service:
-    """State of the server, and checks of access. The API key identifies the client (*owner*); objects of other clients
-    are treated as missing."""
+    """State of the server, and checks of access. The API key identifies the client (*owner*: its id, `owner_of` the
+    key); objects of other clients are treated as missing."""
 
     def __init__(
         self,
@@ -106,7 +107,7 @@ class Service:
         return owner
 
     def knows(self, name: str | None) -> None:
-        """Check that a request names the served base model, or none (None).
+        """Check that a request names the served base model, by its name or folder, or none (None).
 
         Raises:
             NotServed: 404 if it names another one.
@@ -116,7 +117,7 @@ class Service:
             raise NotServed(404, f"base_model: {name!r:.120} is not served here; the model is {self.backend.name!r}")
 
     def session(self, id: str, owner: str, *, open: bool = True) -> SessionRow:
-        """Find a client's session, and record that the client is alive. `open`: refuse a session that has ended.
+        """Find a client's session, and note that the client is alive. `open`: refuse a session that has ended.
 
         Raises:
             NotServed: 404 for an unknown session, 410 for one that has ended.
@@ -130,10 +131,10 @@ class Service:
         return row
 
     def model(self, id: str, owner: str, *, open: bool = True) -> ModelRow:
-        """Find a client's model. `open`: its session must not have ended.
+        """Find a client's model. `open`: its session must not have ended, and counts as alive.
 
         Raises:
-            NotServed: 404 for an unknown model, 410 if its session has ended.
+            NotServed: 404 for an unknown model, 410 if `open` and its session has ended.
         """
         row = self._own(self.record.model(id), owner, "model_id", id)
         if open:
@@ -141,17 +142,18 @@ class Service:
         return row
 
     def sampler(self, id: str, owner: str, *, open: bool = True) -> SamplerRow:
-        """Find a client's sampling session. `open`: the session that it belongs to must not have ended.
+        """Find a client's sampling session, and note that the client is alive. `open`: the session that it belongs to
+        must not have ended.
 
         Raises:
-            NotServed: 404 for an unknown sampling session, 410 if its session has ended.
+            NotServed: 404 for an unknown sampling session, 410 if `open` and its session has ended.
         """
         row = self._own(self.record.sampler(id), owner, "sampling_session_id", id)
         self.session(row.session, owner, open=open)
         return row
 
     def asked(self, id: str, owner: str) -> Asked:
-        """Find a client's recorded request, and record that its session is alive.
+        """Find a client's recorded request, and note that the client is alive.
 
         Raises:
             NotServed: 404 if the client has no such request.
@@ -207,8 +209,9 @@ class Service:
                     self.drop(checkpoint)
 
     def _leave(self, session: str, why: str, *, ended: bool) -> list[str]:
-        """Fail the session's requests for samples with the reason `why`, and remove its models from memory once their
-        requests are computed; returns the models' ids. `ended`: the session will send no further requests."""
+        """Fail the requests for samples of a session (its id) with the reason `why`, and remove its models from memory
+        once their requests are computed; returns the models' ids. `ended`: the session will send no further requests.
+        """
         self.worker.end_samples([sampler.id for sampler in self.record.samplers(session)], why)
         row = self.record.session(session)
         models = [one.id for one in ([] if row is None else self.record.models(row.owner)) if one.session == session]
@@ -234,16 +237,16 @@ class Service:
                 self._seen.setdefault(session, time.monotonic())
 
     def look_after(self, silent_seconds: float) -> None:
-        """Remove the models of sessions from memory that were silent for `silent_seconds`, end sessions that were
-        silent for a day, and delete expired checkpoints and old results."""
+        """Remove the models of sessions that were silent for `silent_seconds` from memory, end sessions that were
+        silent for a day, and delete checkpoints that are expired or cannot be used any more, and old results."""
         current = time.monotonic()
         for id in [id for id, seen in self._seen.items() if current - seen > silent_seconds]:
-            self._apart(lambda id=id: self._fall_silent(id, silent_seconds))  # type: ignore[misc]
+            self._apart(partial(self._fall_silent, id, silent_seconds))
         for id in [id for id, seen in self._silent.items() if current - seen > _KEPT_SECONDS]:
-            self._apart(lambda id=id: self._end_silent(id))  # type: ignore[misc]
+            self._apart(partial(self._end_silent, id))
         self._apart(self._drop_outdated)
-        self._apart(lambda: self.record.forget_sessions(_KEPT_SECONDS))
-        self._apart(lambda: self.record.forget_fetched(_KEPT_SECONDS))
+        self._apart(partial(self.record.forget_sessions, _KEPT_SECONDS))
+        self._apart(partial(self.record.forget_fetched, _KEPT_SECONDS))
 
     def _fall_silent(self, id: str, seconds: float) -> None:
         log.info("session %s is silent", id)
@@ -256,6 +259,8 @@ class Service:
         self._silent.pop(id, None)
 
     def _drop_outdated(self) -> None:
+        """Delete checkpoints that are expired; without a name also those of ended sessions, and, except for the newest
+        four of a model, those that were not sampled from for an hour."""
         used, unnamed = self.record.last_sampled(), Counter[str]()
         for row in self.record.checkpoints():  # the newest first
             expired = row.expires is not None and row.expires < now()
@@ -282,16 +287,16 @@ class Service:
         return session is None or session.ended is not None
 
     def drop(self, row: CheckpointRow) -> None:
-        """Delete a checkpoint from record and disk, and remove its engine from memory."""
+        """Delete a checkpoint from record and disk, and give its engine no further requests."""
         self.record.drop_checkpoint(row.path)
         self.worker.forget_engine(row.path)
         self.weights.drop(self.weights.folder(Place.of(row.path)))
 
     def guarded(self, write: Callable[[], Found]) -> Found:
-        """Call `write`, which writes to the record; returns its result.
+        """Call `write`, which writes to the record; returns what it returns.
 
         Raises:
-            NotServed: 429 if the record cannot be written now.
+            NotServed: 429, for a retry by the client, if the record cannot be written now.
         """
         try:
             return write()

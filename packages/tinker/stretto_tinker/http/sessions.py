@@ -34,7 +34,7 @@ _MOST = 1_000
 
 
 class Sessions:
-    """Handlers for sessions."""
+    """Handlers for sessions, and for what the SDK asks at its start."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -78,6 +78,12 @@ class Training:
     def _accept(
         self, call: Call, model: str, seq: int | None, kind: str, raw: bytes, *, said: bytes | None = None
     ) -> Response:
+        """Record a training request and queue it; returns the reply with its id. `said`: see `Service.accept`.
+
+        Raises:
+            RefusedRequest: it has no number (`seq` None).
+            NotServed: 422 if a different request has this number, 429 if too many wait or the record cannot be written.
+        """
         if seq is None:
             raise RefusedRequest("seq_id", str(seq), "1, 2, ... in the order of the requests of a model")
         if self._service.worker.crowded(call.owner, model, seq):
@@ -148,6 +154,7 @@ class Training:
         return self._service.record.request(id) or Asked(id, row.id, named.seq_id, call.owner, "", None)
 
     def _refused(self, call: Call, raw: bytes, error: RefusedRequest | NotServed) -> Response:
+        """Record a refusal as the result of the request's number; raise `error` if the body does not name one."""
         if (named := self._named(call, raw)) is None:
             raise error
         self._service.model(named.lane, call.owner)

@@ -65,7 +65,7 @@ class SearchSessions(msgspec.Struct, frozen=True):
     def fits(self, id: str, name: str, metadata: Metadata, ended: str | None) -> bool:
         """Whether a session matches the search: its id is the one searched for or its name has all searched words, it
         has the searched metadata, and it is in one of the searched states. What the search leaves out is not compared.
-        `ended`: how the session ended; None while it is open."""
+        `name`: what the client calls the session; "": nothing. `ended`: how it ended; None while it is open."""
         named = self.display_name is not None and all(
             word in name.lower() for word in self.display_name.lower().split()
         )
@@ -85,14 +85,14 @@ def _is_in_state(ended: str | None, state: _SearchStatus) -> bool:
 
 
 class OfSession(msgspec.Struct, frozen=True):
-    """Body of ``session_heartbeat``"""
+    """Body of ``session_heartbeat``: the client is alive"""
 
     session_id: str
     type: str = ""
 
 
 class EndReason(msgspec.Struct, frozen=True):
-    """Reason why a client ends its session."""
+    """Reason why a client ends its session; `type` is one of `FINISHED`, or is refused."""
 
     type: str = "success"
 
@@ -105,7 +105,8 @@ class EndSession(msgspec.Struct, frozen=True):
 
 
 class Lora(msgspec.Struct, frozen=True):
-    """LoRA settings of a model: rank, seed of the initial values, and layers that get adapters."""
+    """LoRA settings of a model: rank, seed of the initial values (None: the server draws one), and which layers get
+    adapters: the output layer (`train_unembed`), MLP and attention."""
 
     rank: int
     seed: int | None = None
@@ -122,7 +123,8 @@ class OptimizerKind(msgspec.Struct, frozen=True):
 
 
 class CreateModel(msgspec.Struct, frozen=True):
-    """Body of ``create_model``"""
+    """Body of ``create_model``. `model_seq_id`: number of the model in its session. `lora_config`: None: all weights
+    are trained"""
 
     session_id: str
     model_seq_id: Count
@@ -152,7 +154,7 @@ class Adam(msgspec.Struct, frozen=True):
 
 
 class OptimStep(msgspec.Struct, frozen=True):
-    """Body of ``optim_step``"""
+    """Body of ``optim_step``. `seq_id`: number of the request for its model; None is refused"""
 
     model_id: str
     adam_params: dict[str, Any] | None = None  # of `Adam`; NaN arrives as null
@@ -169,7 +171,12 @@ class Numbered(msgspec.Struct, frozen=True):
 
 
 class SaveWeights(msgspec.Struct, frozen=True):
-    """Body of ``save_weights``, ``save_weights_for_sampler`` and ``save_weights_external``"""
+    """Body of ``save_weights``, ``save_weights_for_sampler`` and ``save_weights_external``
+
+    `path`: name of the checkpoint. None, for a sampler only: the weights get no name, and a sampling session with the
+    number `sampling_session_seq_id` is opened on them; with the `kind` "inflight" it changes to the model's next ones.
+    `ttl_seconds`: lifetime; None: unlimited. `overwrite`: replace a checkpoint with this name.
+    """
 
     model_id: str
     path: str | None = None
@@ -184,7 +191,10 @@ class SaveWeights(msgspec.Struct, frozen=True):
 
 
 class LoadWeights(msgspec.Struct, frozen=True):
-    """Body of ``load_weights``, into an existing model (`model_id`) or a new one (`session_id` and `model_seq_id`)"""
+    """Body of ``load_weights``, into an existing model (`model_id`) or a new one (`session_id` and `model_seq_id`)
+
+    `path`: of the checkpoint, ``tinker://...``. `optimizer`: load the optimizer state too; otherwise it is reset.
+    """
 
     path: str
     optimizer: bool
@@ -200,7 +210,8 @@ class LoadWeights(msgspec.Struct, frozen=True):
 
 
 class OpenSampler(msgspec.Struct, frozen=True):
-    """Body of ``create_sampling_session``"""
+    """Body of ``create_sampling_session``. `sampling_session_seq_id`: its number in the session. `model_path`:
+    ``tinker://...``; None: the base model"""
 
     session_id: str
     sampling_session_seq_id: Count
@@ -210,7 +221,7 @@ class OpenSampler(msgspec.Struct, frozen=True):
 
 
 class JoinSampler(msgspec.Struct, frozen=True):
-    """Body of ``join_sampling_session``"""
+    """Body of ``join_sampling_session``: a further client samples in it, with request numbers of its own"""
 
     sampling_session_id: str
     type: str = ""
@@ -229,7 +240,7 @@ class PromptTokens(msgspec.Struct, frozen=True):
     chunks: tuple[TextChunk, ...]
 
     def token_ids(self) -> tuple[int, ...]:
-        """Token ids of all chunks.
+        """Token ids of all chunks, joined.
 
         Raises:
             RefusedRequest: a chunk is not text.
@@ -242,7 +253,8 @@ class PromptTokens(msgspec.Struct, frozen=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
-    """Sampling settings of a request."""
+    """Sampling settings of a request. `max_tokens`: None: up to the context. `seed`: None: the server draws one.
+    `stop`: texts or token ids; [] turns off the tokenizer's end of sequence too. `top_k`: -1 and 0: all tokens."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -253,7 +265,8 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 
 class TargetIds(msgspec.Struct, frozen=True):
-    """Tokens whose log-probabilities are requested, [P - 1, K]: a dense array, or a sparse one in CSR format."""
+    """Tokens whose log-probabilities are requested at each position of a prompt after the first, [P - 1, K]: a dense
+    array, flat in `data`, or a sparse one in CSR format."""
 
     data: list[int]
     dtype: str = "int64"
@@ -263,7 +276,8 @@ class TargetIds(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """Body of ``asample``"""
+    """Body of ``asample``. `seq_id`: number of the request in its sampling session. The fields from `prompt_logprobs`
+    on ask for log-probabilities and likeliest tokens, of the prompt or of the samples (`topk_sample_logprobs`)"""
 
     prompt: PromptTokens
     sampling_params: SamplingParams
@@ -283,7 +297,8 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class OfRequest(msgspec.Struct, frozen=True):
-    """Body of ``retrieve_future`` and ``cancel_future``"""
+    """Body of ``retrieve_future`` and ``cancel_future``. `allow_metadata_only`: the reply may give the size of a result
+    above 4 MiB in its place"""
 
     request_id: str
     allow_metadata_only: bool = False
@@ -298,7 +313,8 @@ class _OfSampler(msgspec.Struct, frozen=True):
 
 
 class RetrieveFutures(msgspec.Struct, frozen=True):
-    """Body of ``retrieve_futures``"""
+    """Body of ``retrieve_futures``: requests that were settled after `prev_cursor`. `timeout`: seconds to wait for one;
+    None: 25. `retrieved_request_ids`: results that the client has, and that may be dropped"""
 
     target: _OfSampler
     prev_cursor: Far = 0
@@ -307,7 +323,7 @@ class RetrieveFutures(msgspec.Struct, frozen=True):
 
 
 class Lifetime(msgspec.Struct, frozen=True):
-    """Body of ``checkpoints/ID/ttl``"""
+    """Body of ``checkpoints/ID/ttl``. `ttl_seconds`: from now on; None: unlimited"""
 
     ttl_seconds: Lifespan | None = None
 
@@ -319,7 +335,7 @@ class OfPath(msgspec.Struct, frozen=True):
 
 
 def parse(raw: bytes, kind: type[Body]) -> Body:
-    """Decode a JSON body.
+    """Decode a JSON body as a record of the type `kind`.
 
     A later version of the SDK may send unknown fields. They are ignored if they are empty (null, false, 0, "", [] or
     {}); otherwise the request is refused.

@@ -43,8 +43,8 @@ class Datum:
 
 @dataclass(frozen=True)
 class Job:
-    """A decoded request for a forward pass (`forward_only`), or a forward and a backward pass. `config`: settings of
-    the loss."""
+    """A decoded request for a forward pass (`forward_only`), or a forward and a backward pass. `seq_id`: number of the
+    request for its model. `loss`: name of the loss. `config`: its settings, as the client sent them."""
 
     model_id: str
     seq_id: int
@@ -88,6 +88,7 @@ def parse_job(raw: bytes) -> Job:
 
 
 def _datum(message: Any, place: str) -> Datum:
+    """Decode a message `Datum`; RefusedRequest if it is invalid. `place`: its field in the request, for errors."""
     parts: list[Array] = []
     for at, chunk in enumerate(message.model_input):
         if not chunk.HasField("encoded_text"):
@@ -139,6 +140,7 @@ def _dense(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], place: str) -
 
 
 def _numbers(raw: bytes, dtype: np.dtype[Any], place: str) -> Array:
+    """The numbers in `raw`, flat; RefusedRequest if a part of a number is left over."""
     if len(raw) % dtype.itemsize:
         raise RefusedRequest(place, f"{len(raw)} bytes", f"a multiple of {dtype.itemsize}, the size of {dtype}")
     return np.frombuffer(raw, dtype)
@@ -148,8 +150,8 @@ def check(datums: Sequence[Datum], takes: Mapping[str, bool], vocabulary: int, c
     """Check that a loss can be computed on all data.
 
     Args:
-        takes: inputs that the loss reads, each with whether it is required.
-        vocabulary: number of tokens.
+        takes: names of the inputs that the loss reads, each with whether it is required.
+        vocabulary: number of tokens of the model.
         context: most tokens of a sequence.
         several: whether a position may have several targets.
 

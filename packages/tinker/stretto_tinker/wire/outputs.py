@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +21,8 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Computed:
-    """Result of a forward pass: log-probabilities of each datum's targets, and metrics of all data together."""
+    """Result of a forward pass: log-probabilities of each datum's targets, in the order of the data, and metrics of all
+    data together, by name."""
 
     logprobs: Sequence[Floats]  # each [N] or [N, K]
     metrics: Mapping[str, float]
@@ -37,52 +39,46 @@ class Likeliest:
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """One sampled sequence."""
+    """One sampled sequence. `logprobs`: one for each token. `stopped`: by a stop text or token, not by its limit of
+    tokens. `likeliest`: at each sampled position; None: not requested."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]
-    stopped: bool  # by a stop, not by its limit of tokens
+    stopped: bool
     likeliest: Likeliest | None = None
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """Result of a request for samples; the fields about the prompt are None unless requested."""
+    """Result of a request for samples; the fields about the prompt (of P tokens) are None unless requested."""
 
     sequences: Sequence[SampledTokens]
     prompt_logprobs: Floats | None = None  # [P], NaN for positions that were not scored
     prompt_likeliest: Likeliest | None = None
-    target_logprobs: Floats | None = None  # [P - 1, K]
+    target_logprobs: Floats | None = None  # [P - 1, K], of the requested tokens
     drawn: Likeliest | None = None  # tokens drawn at each prompt position, [P - 1, K]
-    cached_tokens: int = 0
 
 
 def encode_computed(computed: Computed) -> bytes:
-    """Encode the result of a forward pass. Consecutive arrays with the same number of targets per position share one
-    record of the message."""
+    """Encode the result of a forward pass as a ``ForwardBackwardOutput``. Consecutive arrays with the same number of
+    targets per position share one record of the message."""
     message = schema.new("ForwardBackwardOutput")
     message.loss_fn_output_type = "ArrayRecord"
     for name, number in computed.metrics.items():
         message.metrics.add(key=name, value=float(number))
-    start = 0
-    while start < len(computed.logprobs):
-        trailing = computed.logprobs[start].shape[1:]
-        end = start
-        while end < len(computed.logprobs) and computed.logprobs[end].shape[1:] == trailing:
-            end += 1
-        part = [np.ascontiguousarray(array, np.float32) for array in computed.logprobs[start:end]]
+    for trailing, run in groupby(computed.logprobs, key=lambda array: array.shape[1:]):
+        part = [np.ascontiguousarray(array, np.float32) for array in run]
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(part))
         named = record.fields.add(key="logprobs")
         named.value.data = b"".join(array.tobytes() for array in part)
         named.value.offsets = np.cumsum([0, *(array.nbytes for array in part)], dtype=np.int64).tobytes()
         named.value.dtype = FLOAT32
         named.value.trailing_shape.extend(trailing)
-        start = end
     return cast(bytes, message.SerializeToString())
 
 
 def encode_sampled(sampled: Sampled) -> bytes:
-    """Encode the result of a request for samples."""
+    """Encode the result of a request for samples as a ``SampleResponse``."""
     message = schema.new("SampleResponse")
     for sequence in sampled.sequences:
         added = message.sequences.add(
@@ -101,7 +97,7 @@ def encode_sampled(sampled: Sampled) -> bytes:
     if sampled.drawn is not None:
         _fill_tensor(message.prompt_alt_tokens.tokens, sampled.drawn.token_ids, _INT32)
         _fill_tensor(message.prompt_alt_tokens.logprobs, sampled.drawn.logprobs, FLOAT32)
-    message.prompt_cache_hit_tokens = sampled.cached_tokens
+    message.prompt_cache_hit_tokens = 0  # they are not counted
     return cast(bytes, message.SerializeToString())
 
 

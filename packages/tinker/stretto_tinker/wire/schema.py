@@ -90,7 +90,7 @@ _POOL = _pool()
 
 
 def new(name: str) -> Any:
-    """Make an empty message of the type `name`."""
+    """Make an empty protobuf message of the type `name` (of `_MESSAGES`)."""
     return message_factory.GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))()
 
 

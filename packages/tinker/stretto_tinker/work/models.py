@@ -29,7 +29,7 @@ from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.files import Shape
 from stretto_tinker.compute.learner import Found, Learner, Pieces
 from stretto_tinker.compute.losses import loss_of
-from stretto_tinker.record import DONE, Asked, ModelRow, Record
+from stretto_tinker.record import DONE, JSON, PROTO, Asked, ModelRow, Record
 from stretto_tinker.wire.bodies import Adam, CreateModel, LoadWeights, OptimStep, parse
 from stretto_tinker.wire.datums import check, parse_job
 from stretto_tinker.wire.outputs import encode_computed
@@ -48,7 +48,8 @@ _ANY = float("inf")
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
-    """Recorded facts about a model. `corrupted`: a restored step gave other weights than at first."""
+    """Recorded facts about a model. `base_model`: name of the base model. `corrupted`: a step that was computed again
+    after a restart gave other weights than at first."""
 
     base_model: str
     shape: Shape
@@ -57,8 +58,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class _Accumulated(msgspec.Struct, frozen=True):
-    """State of the gradient in a snapshot. `broken`: why it is incomplete; "" if it is complete. `grown`: whether there
-    is one."""
+    """State of the gradient in a snapshot, with the fields of `Live`."""
 
     broken: str
     grown: bool
@@ -90,10 +90,11 @@ class ModelLane:
     """A model's queued requests, by number.
 
     Attributes:
-        owner: client of the model.
-        next: number of the request to compute next.
-        started: number of the newest request that this process has started to compute.
-        work: rest of the request `next`, if it has begun.
+        owner: id of the model's client.
+        next: number of the request to compute next; it may not have arrived.
+        started: number of the newest request that this process has started to compute; -1: none.
+        waiting: requests that have arrived, without their bodies.
+        work: rest of the computation of the request `next`; None if it has not begun.
     """
 
     owner: str
@@ -104,7 +105,7 @@ class ModelLane:
 
 
 def busy_of(lanes: Mapping[str, ModelLane]) -> set[str]:
-    """Models that have a request under way."""
+    """Ids of the models that have a request under way. `lanes`: by model id."""
     return {id for id, lane in lanes.items() if lane.work is not None}
 
 
@@ -121,9 +122,9 @@ class Models:
         self._held = OrderedDict[str, int]()  # bytes of the models that have room, the most recently used last
 
     def make_room(self, id: str, busy: Collection[str]) -> bool:
-        """Make room in memory for a model, if needed by removing models that are not in `busy`. Return False, with
-        nothing changed, if the busy ones leave too little. If none is busy, there is room for any model, also for one
-        that was accepted by a server with more memory."""
+        """Make room in memory for the model `id`, if needed by removing models that are not in `busy` (ids). Return
+        True, or False, with nothing changed, if the busy ones leave too little. If none is busy, there is room for any
+        model, also for one that was accepted by a server with more memory."""
         if id not in self._held:
             row = self._record.model(id)
             assert row is not None, "a model is on record before its requests"
@@ -197,6 +198,7 @@ class Models:
         return result, form, live.model.digest() if asked.kind == STEP else ""
 
     def _failed(self, live: Live, asked: Asked, why: str) -> None:
+        """Note what a failed request does to the gradient: without a backward pass it is broken; a step clears it."""
         if asked.kind == BACKWARD:
             live.broken = live.broken or f"forward_backward {asked.seq} before this step failed: {why}"
         elif asked.kind == STEP:
@@ -204,13 +206,14 @@ class Models:
             live.broken, live.grown = "", False
 
     def _take_effect(self, live: Live, asked: Asked) -> Pieces[tuple[bytes, str]]:
+        """Compute a request; returns its result and the result's encoding."""
         body = asked.body or b""
         if asked.kind in (FORWARD, BACKWARD):
-            return (yield from self._compute(live, body)), "proto"
+            return (yield from self._compute(live, body)), PROTO
         began = time.monotonic()
         found = self._at_once(live, asked, body)
         live.behind += time.monotonic() - began
-        return found, "json"
+        return found, JSON
 
     def _at_once(self, live: Live, asked: Asked, body: bytes) -> bytes:
         """Apply a request that is computed in one piece (step, load, creation); returns its result as JSON. Raises
@@ -277,8 +280,9 @@ class Models:
         live.saving, live.behind = time.monotonic() - began, 0.0
 
     def retire(self, id: str) -> None:
-        """Remove a model from memory, after a snapshot if it has changed. It is restored at its next request. If the
-        snapshot cannot be written, this is logged, and the requests since the last one are computed again then."""
+        """Remove a model from memory, after a snapshot if it has changed; an unknown id is ignored. It is restored at
+        its next request. If the snapshot cannot be written, this is logged, and the requests since the last one are
+        computed again then."""
         live = self._live.get(id)
         try:
             if live is not None and live.behind:
@@ -317,7 +321,8 @@ def said(error: BaseException) -> str:
 
 
 def _timed(live: Live, pieces: Pieces[Found]) -> Pieces[Found]:
-    """Run pieces and add their seconds to the model's computation since its snapshot."""
+    """Run `pieces`, and add their seconds to the model's computation since its snapshot; yields and returns what they
+    do."""
     try:
         while True:
             began = time.monotonic()
@@ -333,7 +338,7 @@ def _timed(live: Live, pieces: Pieces[Found]) -> Pieces[Found]:
 
 
 def adam_of(body: OptimStep) -> Adam:
-    """Read the AdamW settings of a step.
+    """Read the AdamW settings of a step; those that it leaves out have the defaults of `Adam`.
 
     Raises:
         RefusedRequest: a setting is unknown, not finite or out of range, or another optimizer is requested.

@@ -57,8 +57,8 @@ class Waiting(msgspec.Struct, frozen=True):
 
 
 def waiting(asked: Asked) -> tuple[str, Waiting]:
-    """Make the queue entry of a request for samples; returns the path of its weights ("" for the base model), and the
-    entry."""
+    """Make the queue entry of a request for samples, which must have its body; returns the path of its weights ("" for
+    the base model), and the entry."""
     seeded = msgspec.json.decode(asked.body or b"", type=Seeded)
     prompt, most = seeded.sample.prompt.token_ids(), seeded.sample.sampling_params.max_tokens
     tokens = _UNBOUNDED if most is None else len(prompt) + max(0, most)
@@ -80,14 +80,16 @@ class Engines:
         self._wanted: dict[Path, int] = {}  # the same of weights that wait for an engine
 
     def has_room(self, lane: Lane, folder: Path | None) -> bool:
-        """Whether the engine of a lane is in memory, or has room once idle ones are removed. If none is busy, there is
-        room for any engine, however large. `folder`: its weights; None: the base model, which always has room."""
+        """Whether the engine of a lane is in memory, or has room once idle ones are removed; nothing is removed now. If
+        none is busy, there is room for any engine, however large. `folder`: its weights; None: the base model, which
+        always has room."""
         if lane in self._engines or folder is None:
             return True
         busy = [self._sizes[one] for one, engine in self._engines.items() if one != _BASE and not engine.idle]
         return not busy or sum(busy) + self._size(folder) <= self._backend.samplers_bytes
 
     def _size(self, folder: Path) -> int:
+        """Bytes of memory of the weights in `folder`; 0 if they are missing or damaged."""
         if folder not in self._wanted:
             try:
                 self._wanted[folder] = self._backend.memory_of_sampler(folder)
@@ -124,6 +126,8 @@ class Engines:
         return self._engines.pop(lane)
 
     def _reused(self, folder: Path | None) -> Sampler | None:
+        """Take the least recently used engine out and give it the weights in `folder`, if at least three are idle. None
+        if fewer are, for the base model (`folder` None), and if its weights have another shape: then it is gone."""
         idle = [lane for lane, engine in self._engines.items() if engine.idle and lane.weights]
         if len(idle) < _FEWEST_IDLE or folder is None:
             return None
@@ -131,8 +135,9 @@ class Engines:
         return engine if engine.take(folder) else None
 
     def make_room(self, chosen: Sampler) -> None:
-        """Give an engine its share of the KV cache, at least what its longest sequence needs. If there is not enough
-        room, the limits of other engines are reduced: idle ones first, then the least recently used."""
+        """Give an engine its share of the KV cache, at least what its longest open sequence needs, by its `limit`. If
+        there is not enough room, the limits of other engines are reduced: idle ones first, then the least recently
+        used."""
         others = [engine for engine in self._engines.values() if engine is not chosen]
         for lane in [lane for lane, engine in self._engines.items() if engine is chosen]:
             self._engines.move_to_end(lane)
@@ -192,12 +197,12 @@ class SampleQueue:
         (queue.appendleft if first else queue.append)(waiting)
 
     def first(self, owner: str) -> Waiting:
-        """First request in the queue of a client, which must not be empty."""
+        """First request in the queue of a client, which must have one; it stays there."""
         return self._queues[owner][0]
 
     def next(self, open: Mapping[str, int], owners: Collection[str]) -> Waiting | None:
-        """First request of the client among `owners` that has the fewest open requests; None if none of them has a
-        queued request. `open`: number of open requests by client."""
+        """First request of the client among `owners` that has the fewest open requests; it stays in the queue. None if
+        none of them has a queued request. `open`: number of open requests by client; 0 if it is not in it."""
         waiting = [owner for owner in self._queues if owner in owners]
         return self.first(min(waiting, key=lambda owner: open.get(owner, 0))) if waiting else None
 
@@ -210,7 +215,7 @@ class SampleQueue:
             self._queues[waiting.asked.owner] = queue
 
     def discard(self, chosen: Callable[[Asked], bool]) -> list[Asked]:
-        """Remove the requests for which `chosen` is true; returns them."""
+        """Remove the requests for which `chosen` returns True; returns them."""
         found = [one.asked for queue in self._queues.values() for one in queue if chosen(one.asked)]
         for owner in {asked.owner for asked in found}:
             kept = deque(one for one in self._queues[owner] if not chosen(one.asked))
@@ -250,7 +255,7 @@ class Sampling:
         return not self.owes(waiting.asked.owner) or self.engine.fits(waiting.sequences, waiting.tokens)
 
     def owes(self, owner: str) -> bool:
-        """Whether a client has fewer open sequences than an equal share of all."""
+        """Whether a client has fewer open sequences on this engine than an equal share of all."""
         clients = {owner, *self.owners}
         own = sum(self._sequences[id] for id, (asked, _) in self._open.items() if asked.owner == owner)
         return own * len(clients) < sum(self._sequences.values())
@@ -261,7 +266,7 @@ class Sampling:
         return not self._open
 
     def begin(self, asked: Asked) -> None:
-        """Open a request, with its body: add it to the engine, and score its prompt if requested.
+        """Open a request, which must have its body: add it to the engine, and score its prompt now if requested.
 
         Raises:
             RefusedRequest: names the wrong field.
@@ -342,8 +347,14 @@ def lane_of(weights: str, first: Waiting, samplings: Mapping[Lane, Sampling]) ->
 def beginning(
     queues: Mapping[str, SampleQueue], samplings: Mapping[Lane, Sampling], has_room: Callable[[Lane], bool]
 ) -> dict[Lane, list[str]]:
-    """Engines on which the next requests may begin, each with the clients of these requests. `queues`: by path of
-    weights. An engine that a client would have alone needs room; a shared one is named without room as well."""
+    """Engines on which the next requests may begin now, each with the clients of these requests. An engine that a
+    client would have alone needs room; a shared one is named without room as well.
+
+    Args:
+        queues: by path of weights.
+        samplings: engines that have open requests.
+        has_room: whether the engine of a lane is in memory or has room there.
+    """
     found: dict[Lane, list[str]] = {}
     for weights, queue in queues.items():
         for owner in queue.owners:
@@ -354,6 +365,7 @@ def beginning(
 
 
 def _encoded(sampled: Sampled, sequences: Any) -> bytes | StrettoError:
+    """Encode the result `sampled`, with its sequences; the error of the request if it is too large."""
     of = (sampled.prompt_logprobs, sampled.prompt_likeliest, sampled.target_logprobs, sampled.drawn)
     try:
         return encode_sampled(Sampled(sequences, *of))
@@ -364,7 +376,7 @@ def _encoded(sampled: Sampled, sequences: Any) -> bytes | StrettoError:
 
 
 def check_sample(sample: Sample, prompt: tuple[int, ...]) -> None:
-    """Check the settings of a request for samples.
+    """Check the settings of a request for samples; the engine checks the others. `prompt`: token ids.
 
     Raises:
         RefusedRequest: names the first field that is wrong or not served.
@@ -391,8 +403,8 @@ def check_sample(sample: Sample, prompt: tuple[int, ...]) -> None:
 
 
 def dense_targets(targets: TargetIds, prompt: int) -> list[list[int]]:
-    """Convert the requested target tokens to a dense array [P - 1, K], one row for each position of a prompt after the
-    first; -1 marks an empty entry. `prompt`: number of the prompt's tokens, P.
+    """Convert the requested target tokens to a dense array [P - 1, K], as lists, one row for each position of a prompt
+    after the first; -1 marks an empty entry. `prompt`: number of the prompt's tokens, P.
 
     Raises:
         RefusedRequest: the array does not fit the prompt, or its indices are inconsistent.

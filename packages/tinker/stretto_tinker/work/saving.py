@@ -29,8 +29,14 @@ class Saving:
         self._record, self._weights = record, weights
 
     def save(self, live: Live, asked: Asked) -> tuple[list[Place], bytes]:
-        """Write a checkpoint and record it. For weights without a name, open a sampling session on them. Returns the
-        places whose weights have changed or were deleted, and the encoded result.
+        """Write a checkpoint of a model and record it. For weights without a name, open a sampling session on them.
+
+        Args:
+            live: the model.
+            asked: the request, with its body.
+
+        Returns:
+            Places whose weights have changed or were deleted, and the encoded result.
 
         Raises:
             RefusedRequest: the name is invalid, missing or taken, or an option is not served.
@@ -71,6 +77,7 @@ class Saving:
         return [Place.of(row.path) for row in rows[2:]]
 
     def _check(self, place: Place, body: SaveWeights, asked: Asked) -> None:
+        """Raise RefusedRequest if another request has saved this name, or an option is not served."""
         held = self._record.checkpoint(place.path)
         if held is not None and held.request != asked.id and not body.overwrite:
             told = f"{place.path} is there already"
@@ -102,7 +109,8 @@ class Saving:
 
 
 def sampler_id(session: str, seq: int) -> str:
-    """Id of a sampling session; a retry of the request that opens it gives the same."""
+    """Id of a sampling session, of its session's id and its number there; a retry of the request that opens it gives
+    the same."""
     return f"{session}:sample:{seq}"
 
 

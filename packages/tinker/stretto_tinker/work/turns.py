@@ -26,7 +26,7 @@ class Backlog:
             self._bytes[owner] += size
 
     def done(self, id: str) -> None:
-        """Stop counting a request."""
+        """Stop counting a request; an unknown id is ignored."""
         owner, size = self._sizes.pop(id, ("", 0))
         self._requests[owner] -= 1
         self._bytes[owner] -= size
@@ -34,7 +34,7 @@ class Backlog:
             del self._requests[owner], self._bytes[owner]
 
     def of(self, owner: str) -> tuple[int, int]:
-        """Number of a client's requests, and their bytes."""
+        """Number of a client's unsettled requests, and the bytes of their bodies."""
         return self._requests[owner], self._bytes[owner]
 
 

@@ -83,7 +83,7 @@ class Worker:
         self._thread.start()
 
     def stop(self, seconds: float = 30.0) -> None:
-        """Stop after the current turn, and write snapshots of models that have changed. Waits for at most `seconds`."""
+        """Stop after the current turn, and write snapshots of models that have changed. Wait at most `seconds` for it."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -103,7 +103,7 @@ class Worker:
             return requests >= _MOST_REQUESTS or size > _MOST_BYTES
 
     def submit(self, asked: Asked) -> None:
-        """Queue a recorded request. If the record cannot be read now, the thread tries again a second later."""
+        """Queue a recorded request, with its body. If the record cannot be read now, the thread tries again later."""
         with self._wake:
             try:
                 self._enqueue(asked)
@@ -125,7 +125,7 @@ class Worker:
                 self._order(self._cancel_all)
 
     def retire(self, model: str, why: str, *, ended: bool) -> None:
-        """Remove a model from memory once its queued requests are computed; a further request meanwhile keeps it.
+        """Remove the model with this id from memory once its queued requests are computed; a further one keeps it.
 
         Args:
             why: reason for the errors of requests that fail.
@@ -180,7 +180,7 @@ class Worker:
             if ready:
                 chosen = self._turns.choose(ready, held)
                 owners, began = ready[chosen], self._clock()
-                self._guarded(lambda chosen=chosen: self._turn(chosen))  # type: ignore[misc]
+                self._guarded(partial(self._turn, chosen))
                 self._turns.spent(owners, self._clock() - began)
         for id, lane in list(self._models.items()):
             if lane.work is not None:
@@ -365,7 +365,7 @@ class Worker:
         others = before - engine.computed
 
         def over(part: float = 1.0, due: int = 0) -> bool:
-            """Whether the fraction `part` of the turn is used up; `due` tokens count as computed already."""
+            """Whether the fraction `part` of the turn is used up; `due` tokens count as computed."""
             self.computed = others + engine.computed
             full = self.computed + due - before >= part * turns.TURN_TOKENS
             return full or self._clock() - began > part * turns.TURN_SECONDS
