@@ -24,8 +24,8 @@ T = TypeVar("T")
 
 @contextmanager
 def locked(file: Path) -> Iterator[bool]:
-    """Context manager: hold the lock of a file that is read and written in the block. Yields whether the file can be
-    written; if not, or if the lock is not free within 20 s, a warning is logged."""
+    """Context manager: hold the lock of a file that is read and written in the block. Yields True; or False, after a
+    logged warning, if the file's folder cannot be written or the lock is not free within 20 s: then it is not held."""
     with ExitStack() as held:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ def locked(file: Path) -> Iterator[bool]:
 
 
 def read_choices(file: Path, kind: type[T]) -> dict[str, T]:
-    """The choices in a file, by name; empty if the file is missing or damaged."""
+    """The choices in a file, by name, each of the type `kind`; empty if the file is missing or damaged."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=dict[str, kind])  # type: ignore[valid-type]
     except (OSError, *_UNREADABLE):
@@ -55,7 +55,7 @@ def read_choices(file: Path, kind: type[T]) -> dict[str, T]:
 
 
 def write_choices(file: Path, choices: dict[str, Any]) -> None:
-    """Replace the file by these choices. An OSError leaves it as it was."""
+    """Replace the file by these choices. Raises OSError if it cannot be written; it stays as it was then."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         part.write_bytes(msgspec.json.format(msgspec.json.encode(choices)) + b"\n")

@@ -71,7 +71,7 @@ def written(write: Callable[..., None], arguments: int) -> Any:
 
 
 def inlined(function: Callable[..., Any]) -> Any:
-    """Decorator: a function that is inlined into each loop that calls it.
+    """Decorator: a function that is inlined into each loop that calls it; without numba, the function itself.
 
     Otherwise a process that compiles the loop and a process that loads it from disk would run different copies of the
     function, and completions would differ in their last bits.
@@ -80,7 +80,8 @@ def inlined(function: Callable[..., Any]) -> Any:
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """Decorator: a loop that is compiled on its first call, and cached on disk if possible.
+    """Decorator: a loop that is compiled on its first call, and cached on disk if possible; without numba, the function
+    itself.
 
     A cached loop is compiled anew when a file of this folder, or of the loop's, has changed: numba itself only looks at
     the loop's file, not at those of the functions that are inlined.
@@ -122,7 +123,7 @@ def _stamp(*folders: Path) -> tuple[tuple[str, float, int], ...]:
 
 
 def body(loop: Any) -> Any:
-    """A loop made by `compiled`, as a function that is inlined into another loop."""
+    """A loop made by `compiled`, as a function that is inlined into another loop (see `inlined`)."""
     return inlined(loop.py_func) if AVAILABLE else loop
 
 
@@ -182,7 +183,8 @@ def rounded(number: Any) -> Any:
 
 @inlined
 def exp(x: Any) -> Any:
-    """e^x with a relative error of 2e-7 for x below 87: a power of two times a Taylor series. It vectorises."""
+    """e^x with a relative error of 2e-7 for x from -87 to 87, and about e^±87 beyond: a power of two times a Taylor
+    series. It vectorises."""
     t = min(max(x * F(1.4426950408889634), F(-126.0)), F(126.0))
     whole = np.floor(t + F(0.5))
     rest = t - whole

@@ -189,7 +189,8 @@ def ragged_attention(
     rule: Rule,
     newest: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Attention of row r to the entries of slot r at positions below ``ends[r]``, within the rule's window.
+    """Attention of row r to the entries of slot r at positions below ``ends[r]``, within the rule's window. Writes the
+    `newest` entries into the cache first.
 
     Args:
         query_RHD: one query per row and head.
@@ -197,11 +198,11 @@ def ragged_attention(
         values_SKLD: like the keys.
         ends: [R], at least 1, at most L.
         rule: attention settings of the layer.
-        newest: key and value [R, K, D] of each row, which are first written at position ``ends[r] - 1``; None: they
-            are written already.
+        newest: key and value [R, K, D] of each row, which are written at position ``ends[r] - 1``; None: they are
+            written already.
 
     Returns:
-        [R, H, D]
+        [R, H, D], of the cache's dtype.
     """
     dtype, width = keys_SKLD.dtype, query_RHD.shape[-1]
     query_RHD = query_RHD.to(dtype).contiguous()

@@ -88,8 +88,8 @@ def _draw(logits: Any, size: Any, greedy: Any, uniforms: Any, tokens: Any, logpr
 def draw(
     logits_RV: Tensor, greedy: npt.NDArray[np.bool_], uniforms: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Draw a token per row from the softmax of the logits; returns token ids [R] and their log-probabilities [R]. The
-    log-probability is NaN if one of the row's logits is NaN or plus infinity.
+    """Draw a token per row from the softmax of the logits; returns token ids [R] and their log-probabilities [R]. If
+    one of a row's logits is NaN or plus infinity, or all are minus infinity, the log-probability is NaN, of token 0.
 
     Args:
         logits_RV: float32, on the CPU.

@@ -35,7 +35,7 @@ from stretto_kernels.compiled import (
 
 @inlined
 def inverse_norm(numbers: Any, eps: Any) -> Any:
-    """1 / √(mean of squares + eps)."""
+    """1 / √(mean of squares + eps) of an array."""
     total = F(0.0)
     for n in range(U(len(numbers))):
         total += numbers[n] * numbers[n]
@@ -65,6 +65,7 @@ def _norm(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: A
 
 @compiled
 def _norm_halves(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: Any, eps: Any) -> None:
+    """Same as `_norm`, for bfloat16."""
     xs, weights, totals, outs = (
         halves(x, rows * width),
         halves(weight, width),
@@ -98,8 +99,8 @@ def rotate_head(head: Any, cos: Any, sin: Any, out: Any, at: Any) -> None:
 def _rotate(
     x: Any, weight: Any, cos: Any, sin: Any, places: Any, out: Any, rows: Any, heads: Any, width: Any, eps: Any
 ) -> None:
-    """Norm and rotate the heads of all rows. All tensors are given by address; `weight` 0: no norm. `places`: for each
-    row its row of `cos` and `sin`; 0: the same row."""
+    """Norm and rotate the heads of all rows. All tensors are given by address; `weight` 0: no norm. `places`: int64,
+    for each row its row of `cos` and `sin`; address 0: the row itself."""
     size = rows * heads * width
     xs, weights, outs = floats(x, size), floats(weight, width), floats(out, size)
     head, rows_of_angles = np.empty(width, np.float32), integers(places, rows)

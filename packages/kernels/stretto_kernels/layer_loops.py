@@ -30,7 +30,7 @@ _SHARE = 1 << 17
 
 
 def loop(function: Any) -> Any:
-    """Decorator: a compiled loop that runs beside other Python threads."""
+    """Decorator: a compiled loop (see `compiled`) that releases the GIL."""
     loop = compiled(function)
     if AVAILABLE:
         loop.targetoptions["nogil"] = True
@@ -180,6 +180,7 @@ def _heads_back(
 
 @loop
 def _gate(first: Any, end: Any, part: Any, both: Any, out: Any, width: Any, half: Any) -> None:
+    """Write silu(gate) · up to `out`, of gate and up side by side in `both`, for a thread's rows (`over`)."""
     asked, up = np.empty(width, np.float32), np.empty(width, np.float32)
     for t in range(U(first), U(end)):
         at = t * U(width)
@@ -215,13 +216,14 @@ def _gate_back(
 
 
 def parts_of(rows: int, width: int) -> int:
-    """Number of threads that share the rows of `width` numbers."""
+    """Number of threads that share `rows` rows of `width` numbers: at most torch's, and fewer for little work."""
     return max(1, min(torch.get_num_threads(), rows, rows * width // _SHARE))
 
 
 def over(looped: Any, rows: int, parts: int, *arguments: Any) -> None:
-    """Run a loop over all rows, by `parts` threads. It gets its first row, the row after its last, the number of the
-    part, and the arguments, tensors by address (0 for None). An error in any thread is raised when all have ended."""
+    """Run the loop `looped` over all rows, by `parts` threads. It gets its first row, the row after its last, the
+    number of the part, and the arguments, tensors by address (0 for None). An error in any thread is raised when all
+    have ended."""
     given = [0 if one is None else one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]
     edges = [rows * part // parts for part in range(parts + 1)]
     shares = [(first, end, part, *given) for part, (first, end) in enumerate(pairwise(edges))]
@@ -236,25 +238,26 @@ def over(looped: Any, rows: int, parts: int, *arguments: Any) -> None:
 
 
 def is_half(tensor: Tensor) -> bool:
+    """Whether a tensor is bfloat16; loops take others for float32."""
     return tensor.dtype is torch.bfloat16
 
 
 def norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """RMS norm of the residual stream, in the dtype of computation."""
+    """RMS norm of the residual stream, times the weight, in the dtype of computation, `dtype`."""
     (rows, width), out = x_TN.shape, torch.empty_like(x_TN, dtype=dtype)
     over(_norm, rows, parts_of(rows, width), x_TN, None, None, weight_N, out, width, F(eps), is_half(out))
     return out
 
 
 def norm_of_sum(x_TN: Tensor, added_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of the residual stream and a layer's output, and its RMS norm."""
+    """The sum of the residual stream and a layer's output, in float32, and its RMS norm, in the dtype of the output."""
     (rows, width), total, out = x_TN.shape, torch.empty_like(x_TN), torch.empty_like(added_TN)
     over(_norm, rows, parts_of(rows, width), x_TN, added_TN, total, weight_N, out, width, F(eps), is_half(out))
     return total, out
 
 
 def add(x_TN: Tensor, added_TN: Tensor) -> Tensor:
-    """The sum of the residual stream and a layer's output."""
+    """The sum of the residual stream and a layer's output, in float32."""
     (rows, width), total = x_TN.shape, torch.empty_like(x_TN)
     over(_norm, rows, parts_of(rows, width), x_TN, added_TN, total, None, None, width, F(0.0), is_half(added_TN))
     return total
@@ -269,8 +272,8 @@ def norm_back(
     *,
     copied: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of x in the dtype of computation (if `copied`), and of the weight, from the gradient of x's norm.
-    `beside_TN`: another gradient of x, which is added; None: none."""
+    """Gradients of x, of x once more (if `copied`, in the dtype of computation), and of the weight, from the gradient
+    of x's norm. `beside_TN`: another gradient of x, which is added; None: none."""
     (rows, width), half, out = x_TN.shape, is_half(gradient_TN), torch.empty_like(x_TN)
     parts = parts_of(rows, width)
     sums = x_TN.new_zeros(parts, width)
@@ -283,8 +286,9 @@ def norm_back(
 def heads(
     x_TA: Tensor, counts: tuple[int, int], weights_D: Weights, eps: float, angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the heads of queries and of keys, which lie side by side in `x`, after an RMS norm unless its weight is
-    None. `counts`: their numbers. `angles`: cosines and sines [T, D]. Returns [T, heads, D] of both."""
+    """Rotate the heads of queries and of keys, the first columns of `x`, after an RMS norm unless its weight is None.
+    `counts`: numbers of both. `weights_D`: of the norms of both. `angles`: cosines and sines [T, D]. Returns [T, heads,
+    D] of both."""
     (rows, stride), width = x_TA.shape, angles[0].shape[1]
     outs, begin = [x_TA.new_empty(rows, count, width) for count in counts], 0
     for out, count, weight_D in zip(outs, counts, weights_D, strict=True):
@@ -301,8 +305,8 @@ def heads_back(
     angles: tuple[Tensor, Tensor],
     gradients_THD: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradient of `x`, from those of the queries and keys of `heads` and of the values beside them; and those of the
-    weights [D], None without a weight."""
+    """Gradient of `x`, from those of the results of `heads` and of the values beside them (`gradients_THD`: queries,
+    keys, values); and those of the weights [D] of queries and of keys, None without a weight."""
     stride, width = x_TA.shape[1], angles[0].shape[1]
     out_TA, begin, of_weights = torch.empty_like(x_TA), 0, list[Tensor | None]()
     for gradient_THD, weight_D in zip(gradients_THD, weights_D, strict=False):
@@ -317,7 +321,7 @@ def heads_back(
 
 
 def gate(both_T2I: Tensor) -> Tensor:
-    """silu(gate) · up of gate and up side by side, [T, I]."""
+    """silu(gate) · up, [T, I], of gate and up side by side."""
     rows, width = both_T2I.shape[0], both_T2I.shape[1] // 2
     out = both_T2I.new_empty(rows, width)
     over(_gate, rows, parts_of(rows, width), both_T2I, out, width, is_half(out))
@@ -325,7 +329,7 @@ def gate(both_T2I: Tensor) -> Tensor:
 
 
 def gate_back(both_T2I: Tensor, gradient_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """The gate's result once more, and the gradient of gate and up side by side."""
+    """The result of `gate` once more, [T, I], and the gradient of gate and up side by side, from that of the result."""
     (rows, width), out, backs = gradient_TI.shape, torch.empty_like(gradient_TI), torch.empty_like(both_T2I)
     over(_gate_back, rows, parts_of(rows, width), both_T2I, gradient_TI, out, backs, width, is_half(out))
     return out, backs

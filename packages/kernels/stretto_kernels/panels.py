@@ -62,6 +62,7 @@ class _BFloat(code.ir.Type if code else object):  # type: ignore[misc]
 
 
 def _broadcast(builder: Any, number: Any) -> Any:
+    """Generate a vector that has a number in each lane."""
     ir = code.ir
     empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     first = builder.insert_element(empty, number, ir.Constant(ir.IntType(32), 0))
@@ -69,6 +70,7 @@ def _broadcast(builder: Any, number: Any) -> Any:
 
 
 def _read(builder: Any, address: Any, kind: Any) -> Any:
+    """Generate a load of the LLVM type `kind` from an address that is a multiple of 4."""
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
 
@@ -212,6 +214,7 @@ def _cut(numbers: Any, out: Any, rows: Any, width: Any, start: Any, half: Any) -
 
 @inlined
 def _biases(bias: Any, panels: Any, width: Any, half: Any) -> Any:
+    """The float32 numbers to add to the outputs of all panels: zeros where there is no bias (address 0) or output."""
     added = np.zeros(panels * WIDE, np.float32)
     if bias != 0:
         for n in range(U(width)):
@@ -276,7 +279,8 @@ def kind_of(dtype: torch.dtype, depth: int) -> int:
 
 
 def in_panels(weight_NK: Tensor, out_PKW: Tensor | None = None) -> Tensor:
-    """Copy a weight, float32 or bfloat16, into panels [P, K, W]: into `out_PKW` if it is given, else a new tensor."""
+    """Copy a weight, float32 or bfloat16, into panels [P, K, W]; returns them: `out_PKW` if it is given, else a new
+    tensor."""
     weight_NK = weight_NK.contiguous()
     width, depth = weight_NK.shape
     if out_PKW is None:

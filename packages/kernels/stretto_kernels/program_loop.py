@@ -32,7 +32,8 @@ _multiply = body(panels._multiply)
 
 @inlined
 def _embed(ids: Any, weight: Any, out: Any, rows: Any, width: Any, vocabulary: Any, half: Any) -> None:
-    """Copy the rows `ids` of a weight; NaN for an id outside the vocabulary."""
+    """Copy the rows `ids` of a weight to `out`; NaN for an id outside the vocabulary. Tensors are given by address.
+    `half`: as for `run`."""
     tokens, size = integers(ids, rows), width * (4 if half is None else 2)
     for row in range(rows):
         known = 0 <= tokens[row] < vocabulary
@@ -44,7 +45,8 @@ def _embed(ids: Any, weight: Any, out: Any, rows: Any, width: Any, vocabulary: A
 
 @inlined
 def _attend_buckets(step: Any, at: Any, table: Any, ends: Any, start: Any, half: Any) -> None:
-    """Attention of the newest tokens, which begin at token `start`, bucket by bucket."""
+    """Attention `step` of the newest tokens, which begin at token `start`, bucket by bucket. The arguments are those of
+    `run`."""
     heads, kv_heads, width, layer, window = step[6], step[7], step[8], step[10], step[11]
     scaling, softcap = np.int32(step[12]).view(np.float32), np.int32(step[13]).view(np.float32)
     size = width * (4 if half is None else 2)
@@ -65,7 +67,7 @@ def _attend_buckets(step: Any, at: Any, table: Any, ends: Any, start: Any, half:
 
 @inlined
 def _execute(step: Any, at: Any, begin: Any, rows: Any, half: Any) -> None:
-    """Execute a step that is no attention for `rows` tokens from token `begin` on."""
+    """Execute a step that is no attention for `rows` tokens from token `begin` on. `at`, `half`: as for `run`."""
     op, n, m, k = step[0], step[6], step[7], step[8]
     size, eps = 4 if half is None else 2, np.int32(k).view(np.float32)
     skipped = begin * size * n * (m if op == ROTATE else 1)
@@ -96,7 +98,7 @@ def _execute(step: Any, at: Any, begin: Any, rows: Any, half: Any) -> None:
 def run(
     steps: Any, at: Any, first: Any, end: Any, tokens: Any, last: Any, table: Any, ends: Any, start: Any, half: Any
 ) -> None:
-    """Execute the steps from `first` to `end` (exclusive) of a program.
+    """Execute the steps from `first` to `end` (exclusive) of a program; results are written to the addresses `at`.
 
     Args:
         steps: for each step: operation; places of two inputs, a weight, two outputs; three sizes; whether it is for the

@@ -9,12 +9,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """Attention settings of a layer, which is always causal."""
+    """Attention settings of a layer; attention is always causal."""
 
     scaling: float | None = None  # factor of the scores; None: 1 / sqrt(head width)
     window: int | None = None  # number of tokens attended to, including the query's token; None: all
     softcap: float | None = None  # scores become softcap * tanh(score / softcap); None: unchanged
-    dropout: float = 0.0
+    dropout: float = 0.0  # probability
 
     @classmethod
     def of(cls, requested: Mapping[str, Any]) -> Rule:

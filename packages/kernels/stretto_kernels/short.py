@@ -72,12 +72,14 @@ _block: Any = written(_write_block, 6)
 
 @inlined
 def _times(x: Any, stride: Any, panels: Any, size: Any, depth: Any, out: Any, out_stride: Any, columns: Any) -> None:
-    """Six rows by all panels, `size` numbers apart, of a matrix with so many columns."""
+    """Multiply the six rows at `x`, `stride` numbers apart, by all panels, `size` numbers apart, of a matrix with
+    `depth` rows and `columns` columns; writes rows to `out`."""
     for p in range((columns + WIDE - 1) // WIDE):
         _block((x, 4 * stride, panels + 4 * p * size, depth, out + 4 * p * WIDE, 4 * out_stride))
 
 
 def _padded(columns: Any) -> Any:
+    """The number of columns of a matrix in panels, those that are empty included."""
     return (columns + WIDE - 1) // WIDE * WIDE
 
 
@@ -109,6 +111,7 @@ def _as_row(row: Any, j: Any, panels: Any, size: Any) -> None:
 
 @inlined
 def _ask(address: Any, index: Any, scale: Any, row: Any, half: Any) -> None:
+    """Fill `row` with head `index` of all heads, scaled."""
     load(address, U(index * len(row)), row, half)
     for d in range(U(len(row))):
         row[d] *= scale
@@ -123,6 +126,8 @@ def _move(mixed: Any, scale: Any, out: Any, index: Any, row: Any, half: Any) -> 
 
 @inlined
 def _head(place: Any, r: Any, heads: Any, k: Any, group: Any) -> Any:
+    """Index, among all heads of all tokens, of query `r` of a sequence and key head `k`: `group` heads of each
+    token."""
     return _token(place, place[2] + r // group) * heads + k * group + r % group
 
 
@@ -180,7 +185,8 @@ def _attend(
 
 @inlined
 def _slopes(scores: Any, changes: Any, told: Any, along: Any, count: Any) -> None:
-    """Overwrite scores by weights, and the gradient of weights by that of scores."""
+    """Overwrite the first `count` scores by weights, and the gradient of weights, `changes`, by that of scores; the
+    rest by zeros. `told`: logarithm of the softmax's denominator. `along`: see `_along`."""
     for j in range(count):
         scores[j] = exp(scores[j] - told)
         changes[j] = scores[j] * (changes[j] - along)
@@ -189,7 +195,8 @@ def _slopes(scores: Any, changes: Any, told: Any, along: Any, count: Any) -> Non
 
 @inlined
 def _collect(x: Any, panels: Any, depth: Any, mixed: Any, wide: Any, width: Any, sums: Any, far: Any) -> None:
-    """Add to the sums of `far` tokens, [far, wide], the products of `_CHUNK` queries."""
+    """Add to the sums of `far` tokens, [far, wide], the products of the rows of `x`, one for each token, and a matrix
+    in panels with `depth` queries as rows. `mixed`: memory for the products of six tokens."""
     for j in range(0, far, _ROWS):
         _times(x + 4 * j * _CHUNK, _CHUNK, panels, _CHUNK * WIDE, depth, mixed, wide, width)
         count = U(min(_ROWS, far - j) * wide)
@@ -232,7 +239,8 @@ def _attend_back(
     gradient: Any, query_back: Any, key_back: Any, value_back: Any, scratch: Any, room: Any, heads: Any, kv_heads: Any,
     width: Any, longest: Any, scale: Any, half: Any,
 ) -> None:  # fmt: skip
-    """Gradients of queries, and of keys and values in float32, which start as zeros."""
+    """Write the gradient of queries to `query_back`, and add those of keys and values, in float32, to `key_back` and
+    `value_back`, for the key heads `first` to `end`. `out`, `logs`: results of `_attend`. `gradient`: that of `out`."""
     size, most, wide, group = 2 if half else 4, _whole(longest), _whole(width), heads // kv_heads
     matrix, six, transposed = 4 * most * wide, 4 * _ROWS * wide, 4 * (most + _ROWS) * _CHUNK
     key_columns = scratch + 4 * part * room
@@ -315,10 +323,16 @@ class _Short(torch.autograd.Function):
 
 
 def short_attention(query: Tensor, key: Tensor, value: Tensor, places_S4: Ints, longest: int, scale: float) -> Tensor:
-    """Causal attention within each sequence of a packed row, [T, H, D]. Scores are multiplied by `scale`. Queries and
-    keys must be contiguous, and a token's values.
+    """Causal attention within each sequence of a packed row, [T, H, D]; differentiable.
 
-    `places_S4`: start of each sequence's own tokens, of its shared prefix, the length of that, the sequence's length;
-    no sequence is longer than `longest`, which is at most `LONGEST`."""
+    Args:
+        query: [T, H, D], float32 or bfloat16, contiguous.
+        key: [T, K, D], contiguous, of the same dtype.
+        value: [T, K, D], of the same dtype; a token's numbers are contiguous.
+        places_S4: of each sequence, the start of its own tokens, the start and the length of its shared prefix, and its
+            length, prefix included.
+        longest: no sequence is longer; at most `LONGEST`.
+        scale: factor of the scores.
+    """
     found = _Short.apply(query, key, value, places_S4, longest, scale)  # type: ignore[no-untyped-call]
     return cast(Tensor, found)

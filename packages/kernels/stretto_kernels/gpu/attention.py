@@ -41,8 +41,8 @@ _GAIN = 1.03  # least speedup over the first tile for another tile to be chosen
 
 
 class Tile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Tile of a GPU program. `size`: bytes of keys, and of values, that the program processes at a time. `warps`: of
-    the program; twice as many for float32, whose products do not use tensor cores. `stages`: tiles that are loaded
+    """Tile of a GPU program: what it reads at a time. `size`: bytes of keys, and the same of values. `warps`: of the
+    program; twice as many for float32, whose products do not use tensor cores. `stages`: tiles that are loaded
     ahead."""
 
     size: int = 16 * 1024
@@ -54,9 +54,9 @@ TABLE = (Tile(), Tile(32 * 1024), Tile(16 * 1024, 8), Tile(8 * 1024, 4, 3), Tile
 
 
 def chosen(name: str, seconds: Callable[[Tile], float], record: Path | None) -> Tile:
-    """The tile for the case `name` (device, dtype, shape): the one in the file `record`, else the fastest by `seconds`,
-    which measures a tile; it is then written to the file. Tiles that the device cannot run are skipped. The default,
-    `TABLE[0]`, if `record` is None or cannot be written."""
+    """Choose the tile for the case `name` (device, dtype, shape): the one in the file `record`, else the fastest of
+    `TABLE`; it is then written to the file. Tiles that the device cannot run are skipped. The default, `TABLE[0]`, if
+    `record` is None or its folder cannot be written. `seconds`: measures a tile."""
     if record is None:
         return TABLE[0]
     with locked(record) as written:
@@ -71,6 +71,7 @@ def chosen(name: str, seconds: Callable[[Tile], float], record: Path | None) -> 
 
 
 def _fastest(seconds: Callable[[Tile], float]) -> Tile:
+    """The fastest tile of `TABLE`; the first one if no other gains enough."""
     times = {TABLE[0]: seconds(TABLE[0])}
     for tile in TABLE[1:]:
         try:
@@ -107,12 +108,13 @@ def _kernel(function: Callable[..., Any]) -> Any:
 
 
 def triton_version() -> str:
+    """Version of Triton, which must be installed."""
     return str(triton.__version__)
 
 
 def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels can be used for KV entries of this dtype and head size on this device: a GPU of Ampere or
-    newer. False in Triton's interpreter."""
+    """Whether the kernels can be used for KV entries of this dtype on this device: a GPU of Ampere or newer, and heads
+    of `head_dim` numbers that take a multiple of 16 bytes. False in Triton's interpreter."""
     if triton is None or triton.knobs.runtime.interpret or device.type != "cuda":
         return False
     newer = torch.cuda.get_device_capability(device)[0] >= 8

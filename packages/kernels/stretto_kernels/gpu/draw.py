@@ -122,8 +122,8 @@ def _narrowed(
     WAYS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> Any:
-    """The range of a row after a round: its lowest number, which leaves enough; the number after its last; and how much
-    is wanted. `parts`, `PARTS`: as in `_top`."""
+    """The range of a row after a round: its lowest number, which leaves enough; the number after its last; and how many
+    tokens, or how much weight, are wanted. `parts`, `PARTS`: as in `_top`."""
     low, high = tl.load(ranges_R3 + row * 3).to(tl.int64), tl.load(ranges_R3 + row * 3 + 1).to(tl.int64)
     wanted = tl.load(ranges_R3 + row * 3 + 2)
     places_P, ways_K = tl.arange(0, PARTS), tl.arange(0, WAYS)
@@ -205,7 +205,7 @@ def _settle(
     WAYS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> None:
-    """Program r: the cutoff of row r after the last round of a filter."""
+    """Program r stores the cutoff of row r after the last round of a filter; rows without this filter keep theirs."""
     row = tl.program_id(0)
     if (_wanted(settings_R5, row, size, COUNT) != 0.0) & (_top(tops_RP, row, parts, PARTS) > float("-inf")):
         low, _, _ = _narrowed(ranges_R3, lefts_RPK, row, parts, WAYS, PARTS)
@@ -285,8 +285,8 @@ def _find(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program r draws the token of row r and stores it with its log-probability: NaN if one of the row's logits is NaN
-    or plus infinity."""
+    """Program r draws the token of row r and stores it with its log-probability; token 0 and NaN if the row is no
+    distribution (`_top`)."""
     row, places_P = tl.program_id(0), tl.arange(0, PARTS)
     logits_V = logits_RV + row.to(tl.int64) * stride
     divisor, greedy = _degree(settings_R5, row)
@@ -325,8 +325,8 @@ def draw_on_device(
     filters: Filters | None,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Draw a token per row from the softmax of logits / temperature over the tokens that the filters leave; returns
-    token ids [R] and their log-probabilities [R]. The log-probability is NaN if one of the row's logits is NaN or plus
-    infinity. The host waits once, for the result.
+    token ids [R] and their log-probabilities [R] in that distribution. If one of a row's logits is NaN or plus
+    infinity, or all are minus infinity, the log-probability is NaN, of token 0. The host waits once, for the result.
 
     Args:
         logits_RV: float32.

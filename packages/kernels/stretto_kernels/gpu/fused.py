@@ -45,8 +45,8 @@ Heads = tuple[Tensor, Tensor | None, float]
 
 
 def fuses_on(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels can be used for a model of this dtype on this device: a GPU of Ampere or newer. False in
-    Triton's interpreter."""
+    """Whether the kernels can be used for a model of this dtype on this device: bfloat16, float16 or float32 on a GPU
+    of Ampere or newer. False in Triton's interpreter."""
     if triton is None or triton.knobs.runtime.interpret or device.type != "cuda":
         return False
     return dtype in DTYPES and torch.cuda.get_device_capability(device)[0] >= 8
@@ -226,6 +226,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor, y: Tensor | None, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + y, and its RMS norm; without `y`, the norm of x twice."""
     x_TN, y_TN = _tokens(x), _tokens(x if y is None else y)
     out, width = x.new_empty(x.shape), len(weight_N)
     total = out if y is None else x.new_empty(x.shape)
@@ -258,6 +259,7 @@ def norm_of_sum(x: Tensor, y: Tensor, weight_N: Tensor, eps: float) -> tuple[Ten
 
 
 def _heads(x: Tensor) -> Tensor:
+    """`x`, where a head's numbers lie beside each other."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -351,7 +353,8 @@ def attend_rotated(
     rule: Rule,
 ) -> Tensor:
     """Attention of layer number `layer` in one step, with the rotary embedding before it, [1, T, H, D]. `plan` has a
-    method `attend`. If its attribute `rotated` is a function, that does both at once, in place of `attend`."""
+    method `attend` (`steps.trace.Attends`). If it has an attribute `rotated` that is not None, that function does both
+    at once, in place of `attend`."""
     at_once: Callable[..., Tensor] | None = getattr(plan, "rotated", None)
     if at_once is not None:
         return at_once(layer, query, key, value, cos, sin, rule)

@@ -57,7 +57,7 @@ class Inputs:
 
     @classmethod
     def like(cls, arrays: Sequence[Ints], device: torch.device) -> Inputs:
-        """Allocate tensors with the shapes of these arrays."""
+        """Allocate tensors of zeros with the shapes of these arrays."""
         # Two numbers are 16 bytes: Triton recompiles a kernel for pointers of lower alignment.
         sizes = [-(-array.size // 2) * 2 for array in arrays]
         buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
@@ -112,7 +112,8 @@ class Graphs:
 
 
 class CudaCapture:
-    """Captures CUDA graphs that share one memory pool (a `Capture`).
+    """Captures CUDA graphs that share one memory pool (a `Capture`). The function is called twice: before the capture,
+    and in it.
 
     A function that synchronises with the GPU, as a mixture of experts may, cannot be captured. Then a warning is
     logged, and this and all later functions are called directly.

@@ -39,8 +39,8 @@ def _kernel(function: Callable[..., Any]) -> Any:
 
 
 def computes(device: torch.device, width: int) -> bool:
-    """Whether the kernels can be used on this device for a model of this width: a GPU of Ampere or newer. False in
-    Triton's interpreter."""
+    """Whether the kernels can be used on this device for a model of this width, at most 16,384: a GPU of Ampere or
+    newer. False in Triton's interpreter."""
     if triton is None or triton.knobs.runtime.interpret or device.type != "cuda":
         return False
     return torch.cuda.get_device_capability(device)[0] >= 8 and width <= _WIDEST
@@ -164,7 +164,7 @@ def _heads(
 def _turned_back(
     low_HD: tl.tensor, high_HD: tl.tensor, cos: tl.tensor, sin: tl.tensor, half_D: tl.tensor, HALF: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Rotate the gradients of a head's halves back."""
+    """Rotate the gradients of a head's halves back; returns those of the halves before the rotation."""
     low_cos, high_cos = tl.load(cos, mask=half_D)[None, :], tl.load(cos + HALF, mask=half_D)[None, :]
     low_sin, high_sin = tl.load(sin, mask=half_D)[None, :], tl.load(sin + HALF, mask=half_D)[None, :]
     return low_HD * low_cos + high_HD * high_sin, high_HD * high_cos - low_HD * low_sin
@@ -237,7 +237,7 @@ def _heads_back(
 
 @_kernel
 def _gate(both: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
-    """Program (t, b) computes a block of row t."""
+    """Program (t, b) writes silu(gate) · up for a block of row t, of gate and up side by side in `both`."""
     columns_I = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at_I, real_I = tl.program_id(0).to(tl.int64) * (2 * WIDTH) + columns_I, columns_I < WIDTH
     asked_I = tl.load(both + at_I, mask=real_I, other=0.0).to(tl.float32)
@@ -282,21 +282,21 @@ def _tile(heads: int, width: int) -> dict[str, int]:
 
 
 def norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """`layer_loops.norm` on a GPU."""
+    """RMS norm of the residual stream, times the weight, in the dtype of computation, `dtype`."""
     (rows, width), out = x_TN.shape, torch.empty_like(x_TN, dtype=dtype)
     _norm[(rows,)](x_TN, None, None, weight_N, out, eps, WIDTH=width, ADDS=False, NORMS=True, **_row(width))
     return out
 
 
 def norm_of_sum(x_TN: Tensor, added_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`layer_loops.norm_of_sum` on a GPU."""
+    """The sum of the residual stream and a layer's output, in float32, and its RMS norm, in the dtype of the output."""
     (rows, width), total, out = x_TN.shape, torch.empty_like(x_TN), torch.empty_like(added_TN)
     _norm[(rows,)](x_TN, added_TN, total, weight_N, out, eps, WIDTH=width, ADDS=True, NORMS=True, **_row(width))
     return total, out
 
 
 def add(x_TN: Tensor, added_TN: Tensor) -> Tensor:
-    """`layer_loops.add` on a GPU."""
+    """The sum of the residual stream and a layer's output, in float32."""
     (rows, width), total = x_TN.shape, torch.empty_like(x_TN)
     _norm[(rows,)](x_TN, added_TN, total, None, None, 0.0, WIDTH=width, ADDS=True, NORMS=False, **_row(width))
     return total
@@ -311,7 +311,8 @@ def norm_back(
     *,
     copied: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`layer_loops.norm_back` on a GPU."""
+    """Gradients of x, of x once more (if `copied`, in the dtype of computation), and of the weight, from the gradient
+    of x's norm. `beside_TN`: another gradient of x, which is added; None: none."""
     (rows, width), out = x_TN.shape, torch.empty_like(x_TN)
     programs = min(rows, _PROGRAMS)
     sums = x_TN.new_empty(programs, width)
@@ -325,7 +326,8 @@ def norm_back(
 def heads(
     x_TA: Tensor, counts: tuple[int, int], weights_D: Weights, eps: float, angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """`layer_loops.heads` on a GPU."""
+    """Norm and rotate the heads of queries and of keys, the first columns of `x`, as `layer_loops.heads`; but the norm
+    of both or of neither. The two results are views of one tensor."""
     (rows, stride), (queries, keys), width = x_TA.shape, counts, angles[0].shape[1]
     out, tile = x_TA.new_empty(rows, queries + keys, width), _tile(max(counts), width)
     sizes = {"STRIDE": stride, "QUERIES": queries, "KEYS": keys, "WIDTH": width, "NORMS": weights_D[0] is not None}
@@ -341,7 +343,8 @@ def heads_back(
     angles: tuple[Tensor, Tensor],
     gradients_THD: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """`layer_loops.heads_back` on a GPU."""
+    """Gradients of `x` and of the norms' weights (None without a norm), from those of queries, keys and values, as
+    `layer_loops.heads_back`."""
     (rows, queries, width), keys, out_TA = gradients_THD[0].shape, gradients_THD[1].shape[1], torch.empty_like(x_TA)
     tile, programs = _tile(max(queries, keys), width), min(rows, _PROGRAMS)
     normed, stride = weights_D[0] is not None, x_TA.shape[1]
@@ -361,7 +364,7 @@ def _added(sums_BD: Tensor) -> Tensor:
 
 
 def gate(both_T2I: Tensor) -> Tensor:
-    """`layer_loops.gate` on a GPU."""
+    """silu(gate) · up, [T, I], of gate and up side by side."""
     rows, width = both_T2I.shape[0], both_T2I.shape[1] // 2
     out = both_T2I.new_empty(rows, width)
     _gate[(rows, -(-width // _GATED))](both_T2I, out, WIDTH=width, BLOCK=_GATED)
@@ -369,7 +372,7 @@ def gate(both_T2I: Tensor) -> Tensor:
 
 
 def gate_back(both_T2I: Tensor, gradient_TI: Tensor) -> tuple[Tensor, Tensor]:
-    """`layer_loops.gate_back` on a GPU."""
+    """The result of `gate` once more, [T, I], and the gradient of gate and up side by side, from that of the result."""
     (rows, width), out, backs = gradient_TI.shape, torch.empty_like(gradient_TI), torch.empty_like(both_T2I)
     _gate_back[(rows, -(-width // _GATED))](both_T2I, gradient_TI, out, backs, WIDTH=width, BLOCK=_GATED)
     return out, backs

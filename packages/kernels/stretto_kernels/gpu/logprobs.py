@@ -36,7 +36,8 @@ def _kernel(function: Callable[..., Any]) -> Any:
 
 
 def computes(logits_NV: Tensor) -> bool:
-    """Whether the kernels can be used for these logits: on a GPU of Ampere or newer. False in Triton's interpreter."""
+    """Whether the kernels can be used for these logits: contiguous, on a GPU of Ampere or newer. False in Triton's
+    interpreter."""
     if triton is None or triton.knobs.runtime.interpret or not logits_NV.is_cuda:
         return False
     return torch.cuda.get_device_capability(logits_NV.device)[0] >= 8 and logits_NV.is_contiguous()
@@ -55,7 +56,8 @@ def _score(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program n reads row n. NaN among the logits gives NaN."""
+    """Program n reads row n, and writes what `score` returns for it. NaN among the logits gives NaN. `WARMED`: logits
+    are divided by the temperature."""
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * vocabulary
     lanes_B = tl.arange(0, BLOCK)
@@ -124,8 +126,9 @@ def _back(
 
 
 def score(logits_NV: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probability of each row's chosen token, the logarithm of the row's sum of exponentials, and with
-    `entropy` its entropy (otherwise 0); each [N], float32, of logits / temperature."""
+    """The log-probability of each row's chosen token (an id), the logarithm of the row's sum of exponentials, and with
+    `entropy` its entropy (otherwise 0); each [N], float32, of logits / temperature. NaN among a row's logits gives NaN.
+    """
     rows, vocabulary = logits_NV.shape
     logprobs_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
     sums_N, entropy_N = torch.empty_like(logprobs_N), torch.zeros_like(logprobs_N)
@@ -138,7 +141,7 @@ def score(logits_NV: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: fl
 def write_gradient(
     scored: Sequence[Tensor], grad_N: Tensor | None, grad_entropy_N: Tensor | None, temperature: float
 ) -> None:
-    """Overwrite logits by their gradient.
+    """Overwrite logits, in place, by their gradient.
 
     Args:
         scored: the logits and the chosen tokens, as `score` got them, and its second and third result.
@@ -214,7 +217,8 @@ def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 def head_logprobs(
     hidden_NW: Tensor, weight_VW: Tensor, chosen_N: Tensor, *, entropy: bool, temperature: float, most: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [N] of the chosen tokens, and with `entropy` the entropies [N] (otherwise 0), from hidden
-    states and the output matrix; float32, differentiable. `most`: rows of logits in memory at once."""
+    """Log-probabilities [N] of the chosen tokens (ids), and with `entropy` the entropies [N] (otherwise 0), from hidden
+    states and the output matrix, of logits / temperature; float32, differentiable. `most`: rows of logits in memory at
+    once."""
     applied = _Head.apply(hidden_NW, weight_VW, chosen_N, entropy, temperature, most)  # type: ignore[no-untyped-call]
     return cast(tuple[Tensor, Tensor], applied)

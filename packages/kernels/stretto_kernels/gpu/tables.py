@@ -50,7 +50,8 @@ class Chunks:
 
 
 def cut(firsts: Ints, ends: Ints, most: int, grain: int) -> Chunks:
-    """Cut the tokens ``firsts[r] <= p < ends[r]`` of each row into chunks.
+    """Cut the tokens ``firsts[r] <= p < ends[r]`` of each row into chunks of about equal length; places for chunks that
+    are left over stay empty.
 
     Args:
         firsts: [R], first token to read of each row.
@@ -77,8 +78,8 @@ class TableRows:
 
     start: int  # index of the first newest token among the packed tokens
     dtype: torch.dtype  # of the KV cache
-    slots: Tensor  # [Z, R, 4] the table "rows", for each layer
-    writes: Tensor  # [W, 3]
+    slots: Tensor  # [Z, R, 4] the table "rows" (`slots_of`), for each layer
+    writes: Tensor  # [W, 3] as in `gpu.attention.write_rows`
     chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by attention window: items [N, 3] and bounds [R + 1]
     tile: Tile = TABLE[0]
 
@@ -91,8 +92,9 @@ class TableRows:
     def attend_rotated(
         self, layer: int, query: Heads, key: Heads, value: Tensor, cos: Tensor, sin: Tensor, rule: Rule
     ) -> Tensor:
-        """Attention of a step without contexts, [1, T, H, D], with the rotary embedding before it. The heads and
-        `value` [1, K, T, D] have the cache's dtype; `cos` and `sin`: [1, T, D]."""
+        """Attention of a step without contexts, [1, T, H, D], with the rotary embedding before it. Keys and values are
+        written to the slots first. The heads and `value` [1, K, T, D] have the cache's dtype; `cos` and `sin`: [1, T,
+        D]."""
         query_RHD = enter_rotated(query, key, value, cos, sin, self.slots[layer], self.writes)
         return self._read(layer, query_RHD, rule, value.shape[1]).unsqueeze(0)
 
@@ -102,8 +104,8 @@ class TableRows:
 
 
 def slots_of(keys_SKLD: Tensor, values_SKLD: Tensor, used: int, bucket: int = 0) -> Ints:
-    """The table "rows", [used, 4], for the first `used` slots of a layer's keys and values. `bucket`: number of their
-    bucket."""
+    """The table "rows", [used, 4], for the first `used` slots of a layer's keys and values: address of keys, address of
+    values, stride between heads in elements, `bucket` (number of their length bucket)."""
     slots = np.arange(used) * keys_SKLD.stride(0) * keys_SKLD.element_size()
     heads, buckets = np.full(used, keys_SKLD.stride(1)), np.full(used, bucket)
     return np.stack([keys_SKLD.data_ptr() + slots, values_SKLD.data_ptr() + slots, heads, buckets], axis=1)

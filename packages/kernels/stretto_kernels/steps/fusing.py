@@ -37,7 +37,7 @@ KERNELS: Calls = {name: getattr(fused_on_gpu, name) for name in (*LOOPS, "attend
 
 
 def calls_for(device: torch.device, dtype: torch.dtype) -> Calls | None:
-    """The calls for models of a dtype on a device; None if there are none."""
+    """The functions that replace sequences of calls in models of this dtype on this device; None if there are none."""
     if fused_on_gpu.fuses_on(device, dtype):
         return KERNELS
     return LOOPS if computes(device, dtype) else None
@@ -50,8 +50,8 @@ class _Norm(NamedTuple):
 
 
 def fuse(graph: Graph, constants: Mapping[Node, Any], dtype: torch.dtype, calls: Calls) -> None:
-    """Replace in place the calls of `graph` that make up a rotary embedding, an RMS norm, a gated activation or an
-    attention by one of `calls` each.
+    """Replace in place the calls of `graph` that make up a rotary embedding, an RMS norm, a gated activation or a
+    rotated attention by one of `calls` each; others stay.
 
     `constants`: parameters and other constants by their placeholder node; `dtype`: the model's dtype."""
     first = next(node for node in graph.nodes if node.op != "placeholder")
@@ -65,6 +65,8 @@ def fuse(graph: Graph, constants: Mapping[Node, Any], dtype: torch.dtype, calls:
 
 
 class _Fusing:
+    """Replaces calls of one graph (see `fuse`). Dead calls are left behind."""
+
     def __init__(self, graph: Graph, constants: Mapping[Node, Any], dtype: torch.dtype, calls: Calls) -> None:
         self._graph, self._constants, self._dtype, self._calls = graph, constants, dtype, calls
 
@@ -147,6 +149,7 @@ class _Fusing:
         return None if x is None else _Norm(x, parts[0], added[1])
 
     def _is_weight(self, node: Any) -> bool:
+        """Whether `node` is a constant vector of the model's dtype."""
         value = self._constants.get(node)
         return isinstance(value, Tensor) and value.dim() == 1 and value.dtype is self._dtype and value.is_contiguous()
 
@@ -235,6 +238,7 @@ def _product(node: Node, constants: Mapping[Node, Any]) -> _Product | None:
 
 
 def _join(graph: Graph, constants: dict[Node, Any], products: Sequence[_Product]) -> None:
+    """Replace products of one input and one `kind` by one product."""
     first = products[0].node
     joint = [_joined([product.weight for product in products])]
     if products[0].bias is not None:

@@ -51,12 +51,14 @@ class _Layer:
     attend: Attend
 
     def times(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x · weightᵀ + bias."""
         if bias is not None and x.is_cuda:
             return torch.addmm(bias, x, weight.t())
         found = product(x, weight) if self._by_onednn(x) else x @ weight.t()
         return found if bias is None else found.add_(bias)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
+        """gradient · weight."""
         return product(gradient, weight.t().contiguous()) if self._by_onednn(gradient) else gradient @ weight
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
@@ -89,6 +91,7 @@ def _stacked(dtype: torch.dtype, *groups: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _computed(device: str) -> torch.dtype:
+    """The dtype of computation on a kind of device: autocast's, else float32."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else torch.float32
 
 
@@ -222,6 +225,7 @@ def _forward(
 
 
 def _suits(hidden_states: Tensor, angle: Tensor) -> bool:
+    """Whether the fused forward computes with these dtypes on this device."""
     kinds, device = {hidden_states.dtype, angle.dtype}, hidden_states.device.type
     return kinds == {torch.float32} and device in ("cpu", "cuda") and _computed(device) in _DTYPES
 
@@ -242,8 +246,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def fusible(model: PreTrainedModel) -> bool:
-    """Whether layers of the model may be fused: not on devices without loops or kernels, for dtypes other than float32,
-    and with a soft cap or no rotary embedding."""
+    """Whether layers of the model may be fused: not on devices without loops or kernels, with parameters on other
+    devices, for dtypes other than float32, and with a soft cap or no rotary embedding."""
     if any(one.untyped_storage().device != model.device for one in model.parameters()) or not _computes(model):
         return False
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
@@ -251,8 +255,9 @@ def fusible(model: PreTrainedModel) -> bool:
 
 
 def fuse(model: PreTrainedModel, layers: Iterable[nn.Module], attend: Attend, probe: Any) -> int:
-    """Give the fused forward to the decoder layers that it fits, in place; returns their number. The model is `fusible`
-    and has no attention windows.
+    """Give the fused forward to those of `layers` (decoder layers of the model) that it fits, in place; returns their
+    number. Layers of another kind, that compute otherwise, or that have it already are left alone. The model must be
+    `fusible` and have no attention windows.
 
     `attend`: attention between the two parts. `probe`: packing of the sequences on which a layer is compared."""
     fused, weights = 0, dict[str, Tensor]()
@@ -275,8 +280,8 @@ def _computes(model: PreTrainedModel) -> bool:
 
 
 def _made_up(shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Weights with which each operation of a layer shows in the result. Of a new model they may be zero, or so small
-    that a layer without rotary embedding gives the same."""
+    """Random weights, by name, with which each operation of a layer shows in the result. Those of a new model may be
+    zero, or so small that a layer without rotary embedding gives the same."""
     chance = torch.Generator().manual_seed(1)
     made = {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
     return {name: one if one.dim() == 1 else one.mul_(one.shape[1] ** -0.5) for name, one in made.items()}

@@ -71,8 +71,8 @@ _CPU = torch.device("cpu")
 
 
 class KernelChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The kernel for a weight shape. `fewest`: least number of tokens for which it is used; for fewer tokens ``linear``
-    is used."""
+    """The kernel for a weight shape, as files keep it. `fewest`: least number of tokens for which it is used; for fewer
+    tokens ``linear`` is used."""
 
     kernel: Name = "linear"
     fewest: int = 1
@@ -80,8 +80,8 @@ class KernelChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def unrecorded(shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name]) -> dict[Shape, KernelChoice]:
-    """Choices without measurement, for runs without a record: oneDNN for float32 products of at least 786,432
-    multiplications. It is a `Chooser`; `kernels` is ignored."""
+    """Choose kernels without measurement, for runs without a record: oneDNN for float32 products of at least 786,432
+    multiplications; none for other dtypes. It is a `Chooser`; `kernels` is ignored."""
     if not fits("onednn", dtype):
         return {}
     return {shape: KernelChoice("onednn", math.ceil(_FEWEST_MULTIPLICATIONS / math.prod(shape))) for shape in shapes}
@@ -93,8 +93,8 @@ def product(left_MK: Tensor, right_NK: Tensor, bias_N: Tensor | None = None) -> 
 
 
 def prepare(kernel: str, weight_NK: Tensor, copy: Tensor | None = None) -> Tensor:
-    """Copy a weight into the layout of a kernel; returns the weight itself if the kernel needs no copy. `copy`: an
-    earlier result for this kernel, whose memory may be reused; None: allocate."""
+    """Copy a weight into the layout of a kernel (a `Name`); returns the weight itself if the kernel needs no copy.
+    `copy`: an earlier result for this kernel, whose memory may be reused; None: allocate."""
     if kernel == "panels":
         return in_panels(weight_NK, copy)
     if kernel == "columns":
@@ -105,8 +105,8 @@ def prepare(kernel: str, weight_NK: Tensor, copy: Tensor | None = None) -> Tenso
 
 
 def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None, width: int) -> Tensor:
-    """x · weightᵀ + bias (None: 0) by a kernel. `prepared`: the weight in the kernel's layout (`prepare`); `width`: its
-    number of outputs."""
+    """x · weightᵀ + bias (None: 0) by a kernel (a `Name`). `prepared`: the weight in the kernel's layout (`prepare`);
+    `width`: its number of outputs."""
     if kernel == "panels":
         return multiply_panels(x_TK, prepared, bias_N, width)
     if kernel in ("onednn", "packed"):
@@ -117,8 +117,8 @@ def multiply(kernel: str, x_TK: Tensor, prepared: Tensor, bias_N: Tensor | None,
 
 
 class Kernel:
-    """A chosen kernel for one weight. If the kernel needs a copy of the weight, the copy is kept here and renewed when
-    the weight changes."""
+    """A chosen kernel for one weight of this dtype. If the kernel needs a copy of the weight, the copy is kept here and
+    renewed when the weight changes."""
 
     def __init__(self, choice: KernelChoice, dtype: torch.dtype) -> None:
         self.choice, self.dtype = choice, dtype
@@ -199,7 +199,8 @@ def fits(kernel: str, dtype: torch.dtype) -> bool:
 
 @torch.inference_mode()
 def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> KernelChoice:
-    """Time the kernels for 1 to 256 tokens; returns the fastest kernel, or ``linear`` if none gains enough."""
+    """Time the kernels for 1 to 256 tokens, which takes milliseconds; returns the fastest kernel, or ``linear`` if none
+    gains enough. `shape`: [N, K] of the weight."""
     copies = max(1, min(8, _COLD_BYTES // (math.prod(shape) * dtype.itemsize)))
     plain = [torch.randn(shape).to(dtype) for _ in range(copies)]
     weights = {kernel: [prepare(kernel, weight) for weight in plain] for kernel in ("linear", *kernels)}
@@ -232,6 +233,7 @@ def _seconds(x_TK: Tensor, weights: Mapping[Name, list[Tensor]], width: int) -> 
 
 
 def _add(file: Path, chosen: dict[str, KernelChoice]) -> None:
+    """Add choices to a file; those of names that it has already stay. A failure is logged."""
     known = read_choices(file, KernelChoice)
     if chosen.keys() <= known.keys() and file.exists():
         return
@@ -290,10 +292,13 @@ class OneDnnLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module, kernels: Sequence[Name], chooser: Chooser) -> int:
-    """Make every plain `nn.Linear` of the model use its fastest kernel, in place; returns the number of changed layers.
+    """Make every plain `nn.Linear` of the model on the CPU use its fastest kernel, in place; returns the number of
+    changed layers.
 
-    `kernels`: kernels to choose from. If ``columns`` is among them, weights may change their memory layout. `chooser`:
-    chooses a kernel for each weight shape.
+    Args:
+        kernels: kernels to choose from. If ``columns`` is among them, weights may change their memory layout.
+        chooser: called with weight shapes, dtype and kernels; returns a kernel for each shape. A shape that it leaves
+            out uses torch's.
     """
     layers = [
         module for module in model.modules() if type(module) is nn.Linear and module.weight.device.type in _PLACES
@@ -316,8 +321,8 @@ def use_onednn(model: nn.Module, kernels: Sequence[Name], chooser: Chooser) -> i
 
 @contextmanager
 def plain(model: nn.Module) -> Iterator[dict[int, Kernel]]:
-    """Context manager: the model's linear layers are plain `nn.Linear` during the block. Yields their kernels by
-    ``id`` of the weight."""
+    """Context manager: the layers that `use_onednn` changed are plain `nn.Linear` during the block. Yields their
+    kernels by ``id`` of the weight."""
     layers: list[nn.Linear] = [module for module in model.modules() if isinstance(module, OneDnnLinear)]
     kernels = {id(layer.weight): cast(OneDnnLinear, layer).kernel for layer in layers}
     try:

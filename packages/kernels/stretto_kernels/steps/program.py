@@ -54,10 +54,12 @@ _NO_ROWS = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
 
 
 def _bits(number: float) -> int:
+    """The bits of a float32, as steps have them."""
     return int(np.float32(number).view(np.int32))
 
 
 def _kernel(node: Node) -> Kernel | None:
+    """The kernel whose method a node calls; None for another call."""
     owner = getattr(node.target, "__self__", None)
     return owner if isinstance(owner, Kernel) else None
 
@@ -96,7 +98,8 @@ class _Call(NamedTuple):
 
 
 class _Writer:
-    """Translates a trace into a program, call by call."""
+    """Translates a trace into a program, call by call, when it is made. Raises _UnknownCallError for a trace that no
+    program computes."""
 
     def __init__(self, graph: Graph, constants: Mapping[Node, Any]) -> None:
         self.steps: list[list[int]] = []
@@ -161,6 +164,9 @@ class _Writer:
         if writer is None or (node.kwargs and node.target is not functional.embedding):
             raise _UnknownCallError(str(node.target))
         self._values[node] = writer(node, *node.args)
+
+    # One method for each known call, with the node and its arguments. It writes a step, and returns the call's value;
+    # it raises _UnknownCallError for shapes or arguments that the step does not compute.
 
     def _embedding(self, node: Node, ids: Node, weight: Node, *rest: Any) -> _Value:
         self._check(ids is self._inputs["token_ids"] and not rest and node.kwargs.get("max_norm") is None)
@@ -251,6 +257,8 @@ class _Writer:
         return of._replace(head=shape[3] if len(shape) == 4 else 0)
 
     def _value(self, node: Node, turned: bool = False) -> _Value:
+        """The value of a node; after the last attention, that of the last rows. Raises _UnknownCallError if the program
+        has none, or not seen as wanted (`turned`)."""
         found = self._values.get(node)
         if not isinstance(found, _Value) or found.turned != turned:
             raise _UnknownCallError(f"the input {node}")
@@ -271,6 +279,7 @@ class _Writer:
         return self.places - 1
 
     def _new(self, width: int, last: bool = False) -> _Value:
+        """A new value in the program's memory."""
         value = _Value(self._place(), width, last)
         self.widths[value.place] = width
         return value
@@ -283,6 +292,7 @@ class _Writer:
         return self.fixed[node]
 
     def _step(self, op: int, *places: int, n: int = 0, m: int = 0, k: int = 0, last: bool = False) -> None:
+        """Append a step (see `program_loop.run`). `n`, `m`, `k`: its sizes."""
         for place in places:
             self.used[self.tails[place].place if place in self.tails else place].append(len(self.steps))
         self.steps.append([op, *places, *[0] * (5 - len(places)), n, m, k, int(last), 0, 0, 0, 0])
@@ -319,8 +329,8 @@ class _Program:
         self._vocabulary = written.steps[-1][7] or cast(_Call, written.by_python[len(written.steps) - 1]).out.width
 
     def logits(self, token_ids: Tensor, positions: Tensor, plan: Any, tokens: int, last: int) -> Tensor:
-        """Compute the logits of a step, as the function `steps.trace.Forward` does: after the last `-last` tokens, [1,
-        -last, V]."""
+        """Compute the logits of a step, [1, R, V], as a `steps.trace.Forward`: of the last R = `-last` of the `tokens`
+        tokens."""
         at, token_ids, positions = self._at, token_ids.contiguous(), positions.contiguous()
         cached = getattr(plan, "cached", None)  # of a plan that the loop can follow
         whole = cached is not None and plan.contexts is None
@@ -358,6 +368,7 @@ class _Program:
         return out
 
     def _view(self, value: _Value) -> Tensor:
+        """The program's memory of a value in the present step, as a tensor of its shape."""
         tokens, rows = self._sized
         start, before = (int(part) for part in self._offsets[:, value.place])
         start = start * tokens + before * (tokens - rows)
@@ -400,8 +411,8 @@ class _Program:
 
 
 def program(graph: Graph, constants: Mapping[Node, Any], dtype: torch.dtype) -> Callable[..., Tensor] | None:
-    """A trace as a program: a `steps.trace.Forward`, or None if the trace has other calls or no product in panels.
-    `constants`: parameters and other constants by their placeholder node."""
+    """Make a program of a trace: a `steps.trace.Forward`, or None if the trace has other calls or no product in panels.
+    `constants`: parameters and other constants by their placeholder node. `dtype`: of the model."""
     try:
         written = _Writer(graph, constants)
     except _UnknownCallError:
@@ -415,7 +426,8 @@ def program(graph: Graph, constants: Mapping[Node, Any], dtype: torch.dtype) -> 
 def _part(
     graph: Graph, wanted: set[Node], constants: Mapping[Node, Any], results: Iterable[Node]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """A function of positions and tokens that computes the `wanted` nodes and returns the results."""
+    """Make a function of `positions` [1, n] and their number `tokens` that computes the `wanted` nodes of a trace, and
+    returns those in `results`."""
     part, copies = Graph(), dict[Node, Node]()
     inputs = {node for one in wanted for node in one.all_input_nodes}
     for node in graph.nodes:

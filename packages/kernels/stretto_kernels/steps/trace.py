@@ -58,7 +58,7 @@ _SHAPE_QUESTIONS = frozenset(
 
 
 class NotTracedError(Exception):
-    """The forward of a module cannot be traced; the text is the reason."""
+    """The forward of a module cannot be traced; the text is the reason. `trace` raises no such error."""
 
 
 class Attends(Protocol):
@@ -73,9 +73,9 @@ Forward = Callable[[Tensor, Tensor, Attends, int, int], Tensor]
 
 
 def trace(model: PreTrainedModel, calls: Calls | None = None) -> Forward:
-    """The fastest function equivalent to the model's forward: its trace, or `module_forward` for models that cannot be
-    traced and on devices other than the CPU without fused calls. `calls`: the fused calls; None: those of the
-    device."""
+    """Make the fastest function equivalent to the model's forward: its trace, or `module_forward` for models that
+    cannot be traced (the reason is logged) and on devices other than the CPU without fused calls. Linear layers that
+    compute the same input may become views of joint weights. `calls`: the fused calls; None: those of the device."""
     calls = calls or calls_for(model.device, model.dtype)
     if calls is None and model.device.type != "cpu":
         return module_forward(model)
@@ -119,6 +119,7 @@ class _Recorder(TorchFunctionMode):
         self.name(positions, self.inputs["positions"])
 
     def name(self, value: Any, node: Node) -> Node:
+        """Note that `node` stands for a tensor or rule; returns the node."""
         self._nodes[id(value)] = node
         self._alive.append(value)
         if isinstance(value, Tensor):
@@ -155,6 +156,7 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        """Append a call to the graph; returns its node."""
         given, named = map_aggregate(args, self.node), map_aggregate(kwargs, self.node)
         name = func.__name__
         if name == "__getitem__":
@@ -209,6 +211,7 @@ def _trace(model: PreTrainedModel, kernels: Mapping[int, Kernel], calls: Calls |
 
 
 def _record(model: PreTrainedModel, tokens: int, rows: int) -> _Recorder:
+    """Run the module on made-up tokens, with logits of the last `rows`; returns the record of its calls."""
     token_ids, positions = _made_up(model, tokens)
     recorder = _Recorder(token_ids, positions)
     with recorder:
@@ -243,6 +246,8 @@ def _unite(first: _Recorder, second: _Recorder) -> Graph:
 
 
 def _united(one: Any, two: Any, sizes: Mapping[tuple[int, int], Node], twins: Mapping[Node, Node]) -> Any:
+    """An argument of both recordings: `one`, in which pairs of numbers in `sizes` are replaced by their node. `twins`:
+    node of the second recording by that of the first. Raises NotTracedError if they differ in anything else."""
     if isinstance(one, Node):
         if twins[one] is two:
             return one

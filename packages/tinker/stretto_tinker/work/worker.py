@@ -83,7 +83,7 @@ class Worker:
         self._thread.start()
 
     def stop(self, seconds: float = 30.0) -> None:
-        """Stop after the current turn, and write snapshots of models that have changed. Wait at most `seconds` for it."""
+        """Stop after the current turn, and write snapshots of models that have changed. Waits at most `seconds`."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
