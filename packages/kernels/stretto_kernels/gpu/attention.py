@@ -25,13 +25,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
 from stretto_kernels.choices import locked, read_choices, write_choices
+from stretto_kernels.gpu.launching import kernel, launches_on, tl, triton
 from stretto_kernels.rule import Rule
 
 log = logging.getLogger(__name__)
@@ -82,12 +82,6 @@ def _fastest(seconds: Callable[[Tile], float]) -> Tile:
     return best if times[best] * _GAIN < times[TABLE[0]] else TABLE[0]
 
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # optional on a machine without a GPU
-    triton = tl = None
-
 #: Supported dtypes of KV entries.
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -102,11 +96,6 @@ _PARTS = 16  # most partial sums that `_combine` adds at once
 _PARTS_OF_A_WARP = 4
 
 
-def _kernel(function: Callable[..., Any]) -> Any:
-    # One compiled kernel serves all numbers of tokens.
-    return function if triton is None else triton.jit(function, do_not_specialize=["count"])
-
-
 def triton_version() -> str:
     """Version of Triton, which must be installed."""
     return str(triton.__version__)
@@ -115,13 +104,10 @@ def triton_version() -> str:
 def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether the kernels can be used for KV entries of this dtype on this device: a GPU of Ampere or newer, and heads
     of `head_dim` numbers that take a multiple of 16 bytes. False in Triton's interpreter."""
-    if triton is None or triton.knobs.runtime.interpret or device.type != "cuda":
-        return False
-    newer = torch.cuda.get_device_capability(device)[0] >= 8
-    return newer and dtype in DTYPES and head_dim * dtype.itemsize % _ALIGNED == 0
+    return launches_on(device) and dtype in DTYPES and head_dim * dtype.itemsize % _ALIGNED == 0
 
 
-@_kernel
+@kernel
 def _write(
     keys_TKD: tl.tensor,
     values_TKD: tl.tensor,
@@ -155,7 +141,7 @@ def _write(
     tl.store(tl.multiple_of(value_to_W[:, None] + inside_1D, [1, 16]), values_WD, mask=real_WD)
 
 
-@_kernel
+@kernel
 def _product(left: tl.tensor, right: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
     """Matrix product with float32 sums. `WIDE`: convert the operands to float32, because Triton's interpreter has no
     bfloat16 product."""
@@ -164,7 +150,7 @@ def _product(left: tl.tensor, right: tl.tensor, WIDE: tl.constexpr) -> tl.tensor
     return tl.dot(left, right, input_precision="ieee")
 
 
-@_kernel
+@kernel
 def _tanh(x: tl.tensor) -> tl.tensor:
     """tanh x with a relative error of 2e-7 (Cephes, tanhf.c). Near 0, where 1 - 2 / (e^2x + 1) would cancel, a series
     is used."""
@@ -177,7 +163,7 @@ def _tanh(x: tl.tensor) -> tl.tensor:
     return tl.where(square < 0.625 * 0.625, x + x * square * series, tl.where(x > 0.0, far, -far))
 
 
-@_kernel
+@kernel
 def _scores(
     query_GD: tl.tensor,
     key_LD: tl.tensor,
@@ -193,7 +179,7 @@ def _scores(
     return tl.where(seen_L[None, :], scores_GL, float("-inf"))
 
 
-@_kernel
+@kernel
 def _read(
     query_RHD: tl.tensor,
     slots_R4: tl.tensor,
@@ -259,7 +245,7 @@ def _read(
     tl.store(sums_NHD + places_G[:, None] * WIDTH + inside_D[None, :], sum_GD, mask=real_GD)
 
 
-@_kernel
+@kernel
 def _combine(
     sums_NHD: tl.tensor,
     tops_NH: tl.tensor,

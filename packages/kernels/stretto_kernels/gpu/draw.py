@@ -30,7 +30,6 @@ Axes: R row, V vocabulary, P part of a row, B token of a part, K number to try a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -38,11 +37,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # optional on a machine without a GPU
-    triton = tl = None
+from stretto_kernels.gpu.launching import kernel, tl, triton
 
 #: Top-k (0: off), top-p (1: off) and min-p (0: off) of each row with filters.
 Filters = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.float64]]
@@ -57,11 +52,7 @@ _SETTINGS = 5
 _LOWEST = -(2**31)
 
 
-def _kernel(function: Callable[..., Any]) -> Any:
-    return function if triton is None else triton.jit(function)
-
-
-@_kernel
+@kernel
 def _block(logits_V: tl.tensor, first: tl.tensor, size: tl.tensor, divisor: tl.tensor, BLOCK: tl.constexpr) -> Any:
     """Logits of the block from token `first` on, divided by `divisor` (-inf from token `size` on, the end of the
     vocabulary); and their token ids."""
@@ -70,7 +61,7 @@ def _block(logits_V: tl.tensor, first: tl.tensor, size: tl.tensor, divisor: tl.t
     return tl.div_rn(logits_B, divisor) + 0.0, places_B  # + 0.0: the zeros are equal as integers too
 
 
-@_kernel
+@kernel
 def _degree(settings_R5: tl.tensor, row: tl.tensor) -> Any:
     """The number by which the logits of a row are divided, and whether it takes the likeliest token."""
     temperature = tl.load(settings_R5 + row * 5 + 1).to(tl.float32)
@@ -78,14 +69,14 @@ def _degree(settings_R5: tl.tensor, row: tl.tensor) -> Any:
     return tl.where(greedy, 1.0, temperature), greedy
 
 
-@_kernel
+@kernel
 def _ordered(logits: tl.tensor) -> tl.tensor:
     """Map float32 numbers to 32-bit integers with the same order."""
     bits = logits.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
-@_kernel
+@kernel
 def _tops(
     logits_RV: tl.tensor,
     stride: tl.tensor,
@@ -103,7 +94,7 @@ def _tops(
     tl.store(tops_RP + row * tl.num_programs(1) + part, tl.where(odd > 0, float("nan"), top))
 
 
-@_kernel
+@kernel
 def _top(tops_RP: tl.tensor, row: tl.tensor, parts: tl.tensor, PARTS: tl.constexpr) -> tl.tensor:
     """The largest logit of a row; minus infinity if one of its logits is NaN or plus infinity. `parts`: number of parts
     of a row; `PARTS`: the same, rounded up to a power of two."""
@@ -113,7 +104,7 @@ def _top(tops_RP: tl.tensor, row: tl.tensor, parts: tl.tensor, PARTS: tl.constex
     return tl.where(odd > 0, float("-inf"), tl.max(tl.where(tops_P == tops_P, tops_P, float("-inf")), 0))
 
 
-@_kernel
+@kernel
 def _narrowed(
     ranges_R3: tl.tensor,
     lefts_RPK: tl.tensor,
@@ -136,7 +127,7 @@ def _narrowed(
     return low + (high - low) * best // WAYS, low + (high - low) * (best + 1) // WAYS, wanted
 
 
-@_kernel
+@kernel
 def _wanted(settings_R5: tl.tensor, row: tl.tensor, size: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
     """What a filter of a row wants: a number of tokens, or minus a share of their weight. 0: it has no such filter."""
     if COUNT:
@@ -147,7 +138,7 @@ def _wanted(settings_R5: tl.tensor, row: tl.tensor, size: tl.tensor, COUNT: tl.c
     return wanted
 
 
-@_kernel
+@kernel
 def _narrow(
     logits_RV: tl.tensor,
     stride: tl.tensor,
@@ -192,7 +183,7 @@ def _narrow(
         tl.store(next_lefts_RPK + (row * parts + part) * WAYS + ways_K, lefts_K)
 
 
-@_kernel
+@kernel
 def _settle(
     settings_R5: tl.tensor,
     tops_RP: tl.tensor,
@@ -212,7 +203,7 @@ def _settle(
         tl.store(cutoffs_R + row, low.to(tl.int32))
 
 
-@_kernel
+@kernel
 def _least(
     settings_R5: tl.tensor, cutoffs_R: tl.tensor, row: tl.tensor, top: tl.tensor, FILTERS: tl.constexpr
 ) -> tl.tensor:
@@ -224,7 +215,7 @@ def _least(
     return least
 
 
-@_kernel
+@kernel
 def _sums(
     logits_RV: tl.tensor,
     stride: tl.tensor,
@@ -249,7 +240,7 @@ def _sums(
     tl.store(sums_RP + row * parts + part, weight)
 
 
-@_kernel
+@kernel
 def _place_of(
     logits_V: tl.tensor,
     first: tl.tensor,
@@ -270,7 +261,7 @@ def _place_of(
     return tl.where(here < size, here, tl.max(tl.where(weights_B > 0.0, places_B, 0), 0))
 
 
-@_kernel
+@kernel
 def _find(
     logits_RV: tl.tensor,
     stride: tl.tensor,

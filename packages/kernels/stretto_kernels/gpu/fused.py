@@ -22,21 +22,12 @@ import torch
 from torch import Tensor
 
 from stretto_kernels.gpu.attention import DTYPES
+from stretto_kernels.gpu.launching import kernel, launches_on, tl, triton
 from stretto_kernels.rule import Rule
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # optional on a machine without a GPU
-    triton = tl = None
 
 _BLOCK = 1024  # numbers that a program of `_gate` computes
 _PER_WARP = 256  # numbers of a norm
 _MOST_WARPS = 16
-
-
-def _kernel(function: Callable[..., Any]) -> Any:
-    return function if triton is None else triton.jit(function)
 
 
 #: Query or key heads before their rotary embedding: the heads [1, T, H, D], the weight [D] of their RMS norm, if they
@@ -47,12 +38,10 @@ Heads = tuple[Tensor, Tensor | None, float]
 def fuses_on(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels can be used for a model of this dtype on this device: bfloat16, float16 or float32 on a GPU
     of Ampere or newer. False in Triton's interpreter."""
-    if triton is None or triton.knobs.runtime.interpret or device.type != "cuda":
-        return False
-    return dtype in DTYPES and torch.cuda.get_device_capability(device)[0] >= 8
+    return dtype in DTYPES and launches_on(device)
 
 
-@_kernel
+@kernel
 def _norm(
     x_TN: tl.tensor,
     y_TN: tl.tensor,
@@ -82,7 +71,7 @@ def _norm(
     tl.store(out_TN + token * WIDTH + inside_N, out_N.to(kind), mask=real_N)
 
 
-@_kernel
+@kernel
 def _turned(
     head_D: tl.tensor,
     weight_D: tl.tensor,
@@ -115,7 +104,7 @@ def _turned(
     return left.to(kind), right.to(kind)
 
 
-@_kernel
+@kernel
 def _store(out_D: tl.tensor, low: tl.tensor, high: tl.tensor, HALF: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """Store the two halves of a head."""
     inside = tl.arange(0, BLOCK)
@@ -123,7 +112,7 @@ def _store(out_D: tl.tensor, low: tl.tensor, high: tl.tensor, HALF: tl.constexpr
     tl.store(out_D + HALF + inside, high, mask=inside < HALF)
 
 
-@_kernel
+@kernel
 def _rotate(
     x_THD: tl.tensor,
     weight_D: tl.tensor,
@@ -145,7 +134,7 @@ def _rotate(
     _store(out_THD + (token * tl.num_programs(1) + head) * 2 * HALF, low, high, HALF, BLOCK)
 
 
-@_kernel
+@kernel
 def _enter(
     query_THD: tl.tensor,
     key_TKD: tl.tensor,
@@ -199,7 +188,7 @@ def _enter(
         _store(to_D, low, high, HALF, BLOCK)
 
 
-@_kernel
+@kernel
 def _gate(
     asked_TN: tl.tensor,
     up_TN: tl.tensor,

@@ -13,19 +13,11 @@ Axes: T token, N width of the model, A all heads of a row, H head, D width of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from stretto_kernels.gpu.launching import kernel, launches_on, tl
 from stretto_kernels.layer_loops import Weights
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # optional on a machine without a GPU
-    triton = tl = None
 
 _PROGRAMS = 1024  # that share the rows of a sum over rows
 _WIDEST = 1 << 14  # numbers of a row that a program holds in registers
@@ -33,20 +25,13 @@ _TILE = 2048  # numbers of heads that a program holds
 _GATED = 1024  # numbers of a row that a program of the gate computes
 
 
-def _kernel(function: Callable[..., Any]) -> Any:
-    # One compiled kernel serves all numbers of tokens.
-    return function if triton is None else triton.jit(function, do_not_specialize=["rows"])
-
-
 def computes(device: torch.device, width: int) -> bool:
     """Whether the kernels can be used on this device for a model of this width, at most 16,384: a GPU of Ampere or
     newer. False in Triton's interpreter."""
-    if triton is None or triton.knobs.runtime.interpret or device.type != "cuda":
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 8 and width <= _WIDEST
+    return launches_on(device) and width <= _WIDEST
 
 
-@_kernel
+@kernel
 def _norm(
     x: tl.tensor,
     added: tl.tensor,
@@ -73,7 +58,7 @@ def _norm(
         tl.store(out + at_N, normed_N.to(out.dtype.element_ty), mask=real_N)
 
 
-@_kernel
+@kernel
 def _norm_back(
     x: tl.tensor,
     weight: tl.tensor,
@@ -112,7 +97,7 @@ def _norm_back(
     tl.store(sums + tl.program_id(0) * WIDTH + columns_N, sums_N, mask=real_N)
 
 
-@_kernel
+@kernel
 def _heads(
     x: tl.tensor,
     query_weight: tl.tensor,
@@ -160,7 +145,7 @@ def _heads(
     tl.store(turned + HALF, high_turned.to(out.dtype.element_ty), mask=real_HD)
 
 
-@_kernel
+@kernel
 def _turned_back(
     low_HD: tl.tensor, high_HD: tl.tensor, cos: tl.tensor, sin: tl.tensor, half_D: tl.tensor, HALF: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
@@ -170,7 +155,7 @@ def _turned_back(
     return low_HD * low_cos + high_HD * high_sin, high_HD * high_cos - low_HD * low_sin
 
 
-@_kernel
+@kernel
 def _heads_back(
     x: tl.tensor,
     query_weight: tl.tensor,
@@ -235,7 +220,7 @@ def _heads_back(
         tl.store(own + HALF, tl.sum(high_sums, 0), mask=mine_D)
 
 
-@_kernel
+@kernel
 def _gate(both: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """Program (t, b) writes silu(gate) · up for a block of row t, of gate and up side by side in `both`."""
     columns_I = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -247,7 +232,7 @@ def _gate(both: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.conste
     tl.store(out + to_I, gated_I.to(out.dtype.element_ty), mask=real_I)
 
 
-@_kernel
+@kernel
 def _gate_back(
     both: tl.tensor, gradient: tl.tensor, out: tl.tensor, backs: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:

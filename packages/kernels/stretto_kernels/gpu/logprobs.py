@@ -14,36 +14,26 @@ Axes: N row, V vocabulary, B token of a block, W width of the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # optional on a machine without a GPU
-    triton = tl = None
+from stretto_kernels.gpu.launching import kernel, launches_on, tl
 
 _BLOCK, _WARPS = 4096, 8
 _LOWEST: Any = -1e4 if tl is None else tl.constexpr(-1e4)  # a lower log-ratio has the probability 0 in float32
 _FIRST: Any = -3.0e38 if tl is None else tl.constexpr(-3.0e38)  # below every logit that may be drawn
 
 
-def _kernel(function: Callable[..., Any]) -> Any:
-    return function if triton is None else triton.jit(function)
-
-
 def computes(logits_NV: Tensor) -> bool:
     """Whether the kernels can be used for these logits: contiguous, on a GPU of Ampere or newer. False in Triton's
     interpreter."""
-    if triton is None or triton.knobs.runtime.interpret or not logits_NV.is_cuda:
-        return False
-    return torch.cuda.get_device_capability(logits_NV.device)[0] >= 8 and logits_NV.is_contiguous()
+    return launches_on(logits_NV.device) and logits_NV.is_contiguous()
 
 
-@_kernel
+@kernel
 def _score(
     logits: tl.tensor,
     chosen: tl.tensor,
@@ -62,10 +52,8 @@ def _score(
     start = logits + row.to(tl.int64) * vocabulary
     lanes_B = tl.arange(0, BLOCK)
     top = tl.full((), _FIRST, tl.float32)
-    mass_B, drift_B = (
-        tl.zeros((BLOCK,), tl.float32),
-        tl.zeros((BLOCK,), tl.float32),
-    )  # sums of p and p log p, times mass
+    # Sums of p and p log p, times mass.
+    mass_B, drift_B = tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
     for first in range(0, vocabulary, BLOCK):
         columns_B = first + lanes_B
         z_B = tl.load(start + columns_B, mask=columns_B < vocabulary, other=float("-inf")).to(tl.float32)
@@ -89,7 +77,7 @@ def _score(
         tl.store(entropies + row, tl.log(mass) - tl.sum(drift_B) / mass)
 
 
-@_kernel
+@kernel
 def _back(
     logits: tl.tensor,
     chosen: tl.tensor,

@@ -5,7 +5,7 @@ The cached tokens of each row are cut into chunks of about equal length::
     rows     a a a a a a a a a a        chunks of 4, at most 8     a a a a | a a a a | a a
              b b                                                   b b
              c c c c c                                             c c c c | c
-                                                                   (three places are left empty)
+                                                                   (two places are left empty)
 
 The number of places for chunks depends only on the number of rows. All chunks of a step have about the same length,
 chosen by the tokens to read; long rows have more chunks.
