@@ -46,13 +46,9 @@ def inverse_norm(numbers: Any, eps: Any) -> Any:
 def _norm(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: Any, eps: Any) -> None:
     """RMS norm of x + y, row by row. All tensors are given by address; `y` 0: nothing is added, and `total` must be
     `x`."""
-    xs, weights, totals, outs = (
-        floats(x, rows * width),
-        floats(weight, width),
-        floats(total, rows * width),
-        floats(out, rows * width),
-    )
-    ys = floats(y, rows * width)
+    size = rows * width
+    xs, ys, totals, outs = floats(x, size), floats(y, size), floats(total, size), floats(out, size)
+    weights = floats(weight, width)
     for row in range(U(rows)):
         first, end = row * U(width), (row + U(1)) * U(width)
         if y != 0:
@@ -66,13 +62,9 @@ def _norm(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: A
 @compiled
 def _norm_halves(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: Any, eps: Any) -> None:
     """Same as `_norm`, for bfloat16."""
-    xs, weights, totals, outs = (
-        halves(x, rows * width),
-        halves(weight, width),
-        halves(total, rows * width),
-        halves(out, rows * width),
-    )
-    ys, wide = halves(y, rows * width), np.empty(width, np.float32)
+    size = rows * width
+    xs, ys, totals, outs = halves(x, size), halves(y, size), halves(total, size), halves(out, size)
+    weights, wide = halves(weight, width), np.empty(width, np.float32)
     for row in range(U(rows)):
         first = row * U(width)
         if y != 0:

@@ -74,13 +74,13 @@ def _read(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
 
-def _weights(builder: Any, address: Any, kind: int) -> list[Any]:
+def weights_at(builder: Any, address: Any, kind: int) -> list[Any]:
     """Load the two vectors of a panel's weights: for one input, as float32; if paired, for two inputs, as 32 bits."""
     ir = code.ir
     floating, whole = (ir.VectorType(number, LANES) for number in (ir.FloatType(), ir.IntType(32)))
     if kind != WIDENED:
         held = whole if kind == PAIRED else floating
-        return [_read(builder, builder.add(address, _number(place)), held) for place in (0, 4 * LANES)]
+        return [_read(builder, builder.add(address, number(place)), held) for place in (0, 4 * LANES)]
     both = _read(builder, address, whole)
     parts = (
         builder.shl(both, ir.Constant(whole, [16] * LANES)),
@@ -110,34 +110,50 @@ def _fetch(builder: Any, address: Any) -> None:
     builder.call(fetch, [builder.inttoptr(address, pointer), *(ir.Constant(word, n) for n in (0, 3, 1))])
 
 
-def _number(number: int) -> Any:
-    return code.ir.Constant(code.ir.IntType(64), number)
+def number(value: int) -> Any:
+    """A constant of 64 bits."""
+    return code.ir.Constant(code.ir.IntType(64), value)
 
 
 def _tile(builder: Any, places: list[Any], rows: int, panels: int, kind: int) -> None:
     """Generate the code of a tile of `rows` rows and `panels` panels. `places`: the arguments of `tile` from `x` on."""
-    ir, half = code.ir, kind != FLOAT
+    half = kind != FLOAT
     x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace = places
-    floating = ir.VectorType(ir.FloatType(), LANES)
-    added = [_read(builder, builder.add(bias, _number(4 * LANES * part)), floating) for part in range(2 * panels)]
+    floating = code.ir.VectorType(code.ir.FloatType(), LANES)
+    added = [_read(builder, builder.add(bias, number(4 * LANES * part)), floating) for part in range(2 * panels)]
     sums = [[code.alloca_once_value(builder, start) for start in added] for _ in range(rows)]
-    inputs = [builder.add(x, builder.mul(stride, _number(row))) for row in range(rows)]
+    inputs = rows_at(builder, x, stride, rows)
     with code.for_range(builder, depth) as loop:
         if panels == 1:
             _fetch(builder, builder.add(ahead, builder.mul(loop.index, pace)))
-        first = builder.add(weight, builder.mul(loop.index, _number(WIDE * (2 if kind == WIDENED else 4))))
-        starts = [builder.add(first, builder.mul(panel, _number(number))) for number in range(panels)]
-        vectors = [vector for start in starts for vector in _weights(builder, start, kind)]
-        for row, sums_of_row in zip(inputs, sums, strict=True):
-            place = builder.add(row, builder.mul(loop.index, _number(4)))
-            one = _broadcast(builder, _read(builder, place, ir.IntType(32) if kind == PAIRED else ir.FloatType()))
-            for vector, held in zip(vectors, sums_of_row, strict=True):
-                builder.store(_added(builder, builder.load(held), one, vector), held)
-    for row, sums_of_row in enumerate(sums):
-        start = builder.add(out, builder.mul(out_stride, _number(row)))
+        first = builder.add(weight, builder.mul(loop.index, number(WIDE * (2 if kind == WIDENED else 4))))
+        starts = rows_at(builder, first, panel, panels)
+        vectors = [vector for start in starts for vector in weights_at(builder, start, kind)]
+        add_products(builder, inputs, loop.index, vectors, sums, kind)
+    write_sums(builder, sums, rows_at(builder, out, out_stride, rows), half)
+
+
+def rows_at(builder: Any, address: Any, stride: Any, rows: int) -> list[Any]:
+    """Generate the addresses of `rows` rows, `stride` bytes apart."""
+    return [builder.add(address, builder.mul(stride, number(row))) for row in range(rows)]
+
+
+def add_products(builder: Any, rows: list[Any], at: Any, weights: list[Any], sums: list[list[Any]], kind: int) -> None:
+    """Generate the additions, to the sums of each row (vectors, by address), of the products of the row's input number
+    `at`, or for PAIRED its pair, and `weights` (`weights_at`). `rows`: addresses of their inputs."""
+    ir = code.ir
+    for row, sums_of_row in zip(rows, sums, strict=True):
+        place = builder.add(row, builder.mul(at, number(4)))
+        one = _broadcast(builder, _read(builder, place, ir.IntType(32) if kind == PAIRED else ir.FloatType()))
+        for vector, held in zip(weights, sums_of_row, strict=True):
+            builder.store(_added(builder, builder.load(held), one, vector), held)
+
+
+def write_sums(builder: Any, sums: list[list[Any]], rows: list[Any], half: bool) -> None:
+    """Generate the stores of the sums (vectors, by address) to rows, given by address; with `half` as bfloat16."""
+    for start, sums_of_row in zip(rows, sums, strict=True):
         for part, held in enumerate(sums_of_row):
-            place = builder.add(start, _number(part * LANES * (2 if half else 4)))
-            _write(builder, builder.load(held), place, half)
+            _write(builder, builder.load(held), builder.add(start, number(part * LANES * (2 if half else 4))), half)
 
 
 def _write(builder: Any, numbers: Any, address: Any, half: bool) -> None:
@@ -156,10 +172,10 @@ def _tiles(builder: Any, rows: Any, wanted: Any, *places: Any) -> None:
     """Generate the code of all tiles, with branches that select one by `rows` and the kind `wanted`. `rows` 0 selects
     the tile of one row and `MANY` panels."""
     for kind in KINDS:
-        with builder.if_then(builder.icmp_signed("==", wanted, _number(kind))):
-            for number in range(ROWS + 1):
-                with builder.if_then(builder.icmp_signed("==", rows, _number(number))):
-                    _tile(builder, list(places), max(number, 1), 1 if number else MANY, kind)
+        with builder.if_then(builder.icmp_signed("==", wanted, number(kind))):
+            for count in range(ROWS + 1):
+                with builder.if_then(builder.icmp_signed("==", rows, number(count))):
+                    _tile(builder, list(places), max(count, 1), 1 if count else MANY, kind)
 
 
 #: In a loop, ``tile((rows, kind, x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace))`` multiplies

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from stretto_kernels.compiled import F, U, code, exp, floats, inlined, written
 from stretto_kernels.layer_loops import is_half, load, loop, over, parts_of, store
-from stretto_kernels.panels import LANES, WIDE
+from stretto_kernels.panels import FLOAT, LANES, WIDE, add_products, number, rows_at, weights_at, write_sums
 
 Ints = npt.NDArray[np.int64]
 
@@ -37,32 +37,13 @@ _CHUNK = 96
 
 def _write_block(builder: Any, x: Any, stride: Any, panel: Any, depth: Any, out: Any, out_stride: Any) -> None:
     """Generate the LLVM code of `_block`, which multiplies `_ROWS` rows by one panel."""
-    ir = code.ir
-    vector, word = ir.VectorType(ir.FloatType(), LANES), ir.IntType(64)
-    zeros, lanes = ir.Constant(vector, [0.0] * LANES), ir.Constant(ir.VectorType(ir.IntType(32), LANES), [0] * LANES)
+    zeros = code.ir.Constant(code.ir.VectorType(code.ir.FloatType(), LANES), [0.0] * LANES)
     sums = [[code.alloca_once_value(builder, zeros) for _ in range(2)] for _ in range(_ROWS)]
-
-    def place(start: Any, step: Any, number: Any) -> Any:
-        return builder.add(start, builder.mul(step, number))
-
-    def pointer(address: Any, kind: Any) -> Any:
-        return builder.inttoptr(address, kind.as_pointer())
-
-    number = [ir.Constant(word, n) for n in range(4 * WIDE + 1)]
-    rows = [place(x, stride, number[row]) for row in range(_ROWS)]
+    rows = rows_at(builder, x, stride, _ROWS)
     with code.for_range(builder, depth) as turn:
-        first = place(panel, number[4 * WIDE], turn.index)
-        weights = [builder.load(pointer(place(first, number[4 * LANES], number[n]), vector), align=4) for n in (0, 1)]
-        for row, held in zip(rows, sums, strict=True):
-            one = builder.load(pointer(place(row, number[4], turn.index), ir.FloatType()))
-            all_one = builder.shuffle_vector(builder.insert_element(zeros, one, number[0]), zeros, lanes)
-            for weight, total in zip(weights, held, strict=True):
-                product = builder.fmul(all_one, weight, flags=("contract",))
-                builder.store(builder.fadd(builder.load(total), product, flags=("contract",)), total)
-    for row, held in enumerate(sums):
-        for n, total in enumerate(held):
-            to = place(place(out, out_stride, number[row]), number[4 * LANES], number[n])
-            builder.store(builder.load(total), pointer(to, vector), align=4)
+        weights = weights_at(builder, builder.add(panel, builder.mul(turn.index, number(4 * WIDE))), FLOAT)
+        add_products(builder, rows, turn.index, weights, sums, FLOAT)
+    write_sums(builder, sums, rows_at(builder, out, out_stride, _ROWS), half=False)
 
 
 #: In a loop, ``_block((x, stride, panel, depth, out, out_stride))`` multiplies six rows of `depth` numbers at address

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from stretto_kernels import layer_loops as loops
 from stretto_kernels.compiled import computes
 from stretto_kernels.gpu import layer_loops as gpu_loops
-from stretto_kernels.steps.matmul import OneDnnLinear, product
+from stretto_kernels.steps.matmul import OneDnnLinear, product, weight_gradient
 
 #: Attention within the sequences of a packed row: query [T, H, D], key and value [T, K, D], the packing, and the factor
 #: of the scores; returns [T, H, D].
@@ -62,14 +62,10 @@ class _Layer:
         return product(gradient, weight.t().contiguous()) if self._by_onednn(gradient) else gradient @ weight
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """gradientᵀ · x in float32. oneDNN is faster in float32 if the wider operand is on the right."""
+        """gradientᵀ · x in float32."""
         if x.is_cuda and x.dtype is not torch.float32:
             return torch.mm(gradient.t(), x, out_dtype=torch.float32)
-        if not self._by_onednn(x):
-            return (gradient.t() @ x).float()
-        if gradient.shape[1] <= x.shape[1]:
-            return product(gradient.t(), x.t())
-        return product(x.t(), gradient.t()).t()
+        return weight_gradient(gradient, x) if self._by_onednn(x) else (gradient.t() @ x).float()
 
     def _by_onednn(self, rows: Tensor) -> bool:
         return self.fewest is not None and rows.dtype is torch.float32 and len(rows) >= self.fewest

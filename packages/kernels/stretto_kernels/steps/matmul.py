@@ -58,13 +58,8 @@ _MOST_MULTIPLICATIONS = 1 << 26  # larger products are not measured; the largest
 _FEWEST_MULTIPLICATIONS = 3 << 18  # shapes whose product for 256 tokens has fewer multiplications are not measured
 _COLD_BYTES = 4 << 20  # a step reads each weight from beyond the core's own cache
 _ROUNDS = 2
-_GAINS = {
-    "onednn": 1.05,
-    "columns": 1.03,
-    "packed": 1.15,
-    "panels": 1.03,
-    "widened": 1.15,
-}  # a copy costs memory and time
+#: Least gain of a kernel that is chosen; a copy of the weight costs memory and time.
+_GAINS = {"onednn": 1.05, "columns": 1.03, "packed": 1.15, "panels": 1.03, "widened": 1.15}
 #: Parts of a choice's name that earlier versions did not write.
 _NEWER = re.compile(r" \(family \d+, model \d+\)| in pairs")
 _CPU = torch.device("cpu")
@@ -261,12 +256,12 @@ class _Linear(torch.autograd.Function):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
         grad_TN = grad_TN.contiguous()
         grad_x = product(grad_TN, weight_NK.t().contiguous()) if needs_x else None
-        grad_weight = _weight_gradient(grad_TN, x_TK) if needs_weight else None
+        grad_weight = weight_gradient(grad_TN, x_TK) if needs_weight else None
         return grad_x, grad_weight, grad_TN.sum(0) if needs_bias else None
 
 
-def _weight_gradient(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
-    """gradᵀ · x, [N, K]. oneDNN is faster if the wider operand is on the right."""
+def weight_gradient(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
+    """gradᵀ · x, [N, K], by oneDNN, which is faster if the wider operand is on the right."""
     if grad_TN.shape[1] <= x_TK.shape[1]:
         return product(grad_TN.t(), x_TK.t())
     return product(x_TK.t(), grad_TN.t()).t()
