@@ -67,7 +67,9 @@ CREATE INDEX IF NOT EXISTS checkpoints_of_model ON checkpoints (model);
 
 @dataclass(frozen=True)
 class Asked:
-    """A recorded request. Its *lane* is the model or the sampler that it is for; `seq` is its number in the lane."""
+    """A recorded request. Its *lane* is the model or the sampler that it is for (an id); `seq` is its number in the
+    lane. `owner`: id of the client. `kind`: what is requested. `body`: None where it is not kept, or not read. `state`:
+    `QUEUED`, `DONE`, `FAILED` or `FORGOTTEN`, which has no result any more."""
 
     id: str
     lane: str
@@ -120,8 +122,8 @@ class SamplerRow:
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """A checkpoint. `request`: id of the request that saved it. `body`: JSON with the client's metadata, and whether it
-    has no name (`unnamed`)."""
+    """A checkpoint. `created`, `expires`: Unix time; None: never. `public`: all clients may read it. `request`: id of
+    the request that saved it. `body`: JSON with the client's metadata, and whether it has no name (`unnamed`)."""
 
     path: str
     model: str
@@ -442,15 +444,11 @@ class Record:
         self._all("INSERT OR IGNORE INTO fetched VALUES (?, ?)", id, now())
 
     def forget_results(self, lane: str, ids: Iterable[str]) -> None:
-        """Drop results of a sampler that its client has received."""
-        with self.together():
-            for id in ids:
-                self._all(
-                    "UPDATE requests SET state = 'forgotten', result = NULL, body = NULL"
-                    " WHERE id = ? AND lane = ? AND state IN ('done', 'failed')",
-                    id,
-                    lane,
-                )
+        """Drop those results of a sampler (`lane`) that its client has received; `ids` of other requests are
+        ignored."""
+        sql = "UPDATE requests SET state = 'forgotten', result = NULL, body = NULL WHERE lane = ?"
+        known = "AND state IN ('done', 'failed') AND id IN (SELECT value FROM json_each(?))"
+        self._all(f"{sql} {known}", lane, msgspec.json.encode([*ids]).decode())
 
     # Checkpoints
 

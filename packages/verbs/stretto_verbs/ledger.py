@@ -28,7 +28,7 @@ from stretto.store.ledger.ledger import Ledger, Value
 from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unfinished
 from stretto_verbs.arguments import FOLDER, check, checked
 from stretto_workflows.session import Session
-from stretto_workflows.sessions import TrajectorySessions, unfinished_sessions
+from stretto_workflows.sessions import sessions_of_run
 
 _KEEP_SECONDS = 1.0
 
@@ -259,7 +259,7 @@ class TicketsInFlight:
         unfinished = [group for group in ledger.unfinished() if not group.trajectories]
         known = {group.id: progress_of(group) for group in unfinished}
         self._in_flight = InFlight(engines, ledger, known)
-        self._sessions = TrajectorySessions(self._in_flight, ledger, unfinished_sessions(unfinished))
+        self._open_session = sessions_of_run(self._in_flight, ledger, unfinished)
         self._known, self._open = set(known), Counter[str]()  # the latter by what is asked and not answered
         self._whole = set[str]()
         several = (group for group in unfinished if any(len(one.segments) > 1 for one in group.members.values()))
@@ -305,7 +305,7 @@ class TicketsInFlight:
         sessions = self._in_turns.setdefault(group, {})
         if member not in sessions:
             id, prompt = trajectory_id(group, member), ticket.prompt.token_ids
-            sessions[member] = self._sessions.open(id, prompt, ticket.seeds[member])
+            sessions[member] = self._open_session(id, prompt, ticket.seeds[member])
         self._known.add(group)
         self._open[group] += 1
         try:

@@ -19,7 +19,6 @@ from typing import NoReturn, Self
 
 from stretto.core.deadlines import waiting
 from stretto.core.errors import RoleDied
-from stretto.core.forest import Tokens
 from stretto.core.records import Prompt, Trajectory, trajectory_id
 from stretto.core.tasks import NamedTasks, cancel_and_wait, first_of, gather_or_cancel
 from stretto.processes.spawn import FRESH, Spawner, cut_log
@@ -29,7 +28,7 @@ from stretto.rollout.controller import Ticket
 from stretto.rollout.workflow import QuestionDetails, WorkflowConfig, WorkflowReady
 from stretto_workflows.exchange import Exchange, Services
 from stretto_workflows.failures import RecentFailures
-from stretto_workflows.session import Session
+from stretto_workflows.session import OpenSession
 from stretto_workflows.task import task_of
 from stretto_workflows.wire import RUN_MARK, MemberEnded
 from stretto_workflows.worker_process import WorkerLost, WorkflowProcess
@@ -173,7 +172,7 @@ class WorkflowPool:
 
     async def _chosen(self, fits: Callable[[WorkflowProcess], bool]) -> WorkflowProcess:
         """Wait for a worker for which `fits` is true; returns the one with the fewest trajectories. No deadline: each
-        trajectory has its own."""
+        trajectory has its own. Raises the error that has ended the pool."""
         with waiting("conductor", "a workflow process with room", self.config.deadline):
             while True:
                 if self._failure is not None:
@@ -194,7 +193,8 @@ class WorkflowPool:
         self._changed.set()
 
     async def _keep(self, name: str) -> NoReturn:
-        """Supervise one worker: replace it when it has ended, or when it is `worn` and has no trajectory left."""
+        """Supervise one worker: replace it when it has ended, or when it is `worn` and has no trajectory left. Raises
+        RoleDied when workers have ended too often."""
         supervisor = Supervisor(name, lambda: self._start(name), self._restarts, self._say, str(self._log))
         while True:
             worker = self._workers[name]
@@ -242,12 +242,12 @@ class WorkflowGroups:
 
     Attributes:
         pool: must have been started.
-        open_session: called with trajectory id, prompt tokens and seed; returns the session that records the turns.
+        open_session: opens the session that records the turns.
         questions: chats and further fields of the rows.
     """
 
     pool: WorkflowPool
-    open_session: Callable[[str, Tokens, int], Session]
+    open_session: OpenSession
     questions: QuestionDetails
     services: Services
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stretto.core.errors import DataError, Problem, RoleError, WorkflowError
-from stretto.core.forest import Tokens
 from stretto.core.records import Verdict
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
@@ -19,11 +18,11 @@ from stretto.store.run_folder import RunFolder
 from stretto_workflows.exchange import Services
 from stretto_workflows.pool import WorkflowGroups, WorkflowPool, check_workflow
 from stretto_workflows.rendering import PlainRendering, TemplateRendering
-from stretto_workflows.session import Session
+from stretto_workflows.session import OpenSession
 
 
 class RunWorkflows(WorkflowPool):
-    """Worker processes of a run's workflow."""
+    """Worker processes of a run's workflow, or of that of an evaluation, with what the recipe says of them."""
 
     def __init__(
         self, plan: Plan, config: WorkflowConfig, log: Path, folder: RunFolder | None, say: Callable[[str], None]
@@ -34,13 +33,11 @@ class RunWorkflows(WorkflowPool):
         super().__init__(config, log, hung=plan.recipe.deadlines.hung, say=say, run=run)
         self._plan = plan
 
-    def groups(
-        self, open_session: Callable[[str, Tokens, int], Session], score: Score, verdict: Callable[[float], Verdict]
-    ) -> WorkflowGroups:
+    def groups(self, open_session: OpenSession, score: Score, verdict: Callable[[float], Verdict]) -> WorkflowGroups:
         """Create the maker of groups for the run, or for an evaluation.
 
         Args:
-            open_session: called with trajectory id, prompt tokens and seed; returns the trajectory's session.
+            open_session: opens the session of a trajectory, which records its turns.
             score: judges texts, when a workflow asks for the run's reward.
             verdict: converts the number that a workflow returns to a verdict.
         """

@@ -372,6 +372,10 @@ class Session:
         return self.forest.append(segment)
 
 
+#: Called with trajectory id, token ids of the prompt, and seed of the trajectory; returns its session.
+OpenSession = Callable[[str, Tokens, int], Session]
+
+
 class MemoryRecord:
     """Keeps the record of a session in memory only (satisfies `SessionRecord`)."""
 

@@ -1,12 +1,12 @@
 """Sessions of a run: trajectories in progress, with their turns and calls in the ledger.
 
 engine ─► tokens ─► InFlight ─┐
-workflow ─► calls ─► Session ─┴─► ledger ─► after a crash: `TrajectorySessions(restored=...)`
+workflow ─► calls ─► Session ─┴─► ledger ─► after a crash: `sessions_of_run(..., unfinished)`
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,7 +18,7 @@ from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.router import attempts
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import UnfinishedGroup
-from stretto_workflows.session import MemoryRecord, Session, WholeTurns
+from stretto_workflows.session import MemoryRecord, OpenSession, Session, WholeTurns
 
 if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
     from stretto.store.ledger.ledger import Ledger
@@ -41,32 +41,6 @@ class LedgerRecord:
         self.ledger.end_call(self.id, number, reply)
 
 
-class TrajectorySessions:
-    """Opens the sessions of trajectories in flight; their turns and calls are recorded in the ledger."""
-
-    def __init__(
-        self, in_flight: InFlight, ledger: Ledger, restored: Mapping[str, UnfinishedMember] | None = None
-    ) -> None:
-        """Make sessions for the trajectories of a run. `restored`: segments and calls that an earlier process of the
-        run has recorded, by trajectory id."""
-        self._in_flight, self._ledger = in_flight, ledger
-        self._restored = dict(restored or {})
-
-    def open(self, id: str, prompt: tuple[int, ...], seed: int) -> Session:
-        """Open the session of a trajectory, once. Turns and calls that an earlier process has recorded are returned
-        from the record when the program requests them again.
-
-        Args:
-            id: trajectory id.
-            prompt: token ids of the prompt.
-            seed: seed of the trajectory, from which the seed of each turn is derived.
-        """
-        known = self._restored.pop(id, UnfinishedMember())
-        record = LedgerRecord(self._ledger, id)
-        self._in_flight.begin(id, known.segments)
-        return Session(id, prompt, seed, partial(self._in_flight.turn, id), record, known.segments, known.calls)
-
-
 @dataclass(frozen=True)
 class PersistentTurns:
     """A sampler that samples a turn again, from its beginning, if its engine is lost (satisfies `session.Sampler`).
@@ -82,10 +56,8 @@ class PersistentTurns:
         raise AssertionError("the last attempt raises")
 
 
-def sessions_of_evaluation(
-    generate: Generate, count: Callable[[Completion], None]
-) -> Callable[[str, tuple[int, ...], int], Session]:
-    """Return a function that opens a session of an evaluation, by (trajectory id, token ids of the prompt, seed).
+def sessions_of_evaluation(generate: Generate, count: Callable[[Completion], None]) -> OpenSession:
+    """Return a function that opens the session of a trajectory of an evaluation.
 
     The session's record is kept in memory, not in the ledger. A turn whose engine is lost is sampled again.
 
@@ -108,20 +80,22 @@ def sessions_of_evaluation(
     return opened
 
 
-def unfinished_sessions(unfinished: Sequence[UnfinishedGroup]) -> dict[str, UnfinishedMember]:
-    """Recorded segments and calls of the trajectories in flight, by trajectory id; for `TrajectorySessions`. Buffered
-    groups have none."""
-    return {
+def sessions_of_run(in_flight: InFlight, ledger: Ledger, unfinished: Sequence[UnfinishedGroup]) -> OpenSession:
+    """Return a function that opens the session of a trajectory of a run, once for each.
+
+    The session's turns and calls are recorded in the ledger. Those that an earlier process has recorded are returned
+    from the record when the program requests them again. `unfinished`: the groups that it has left.
+    """
+    restored = {
         trajectory_id(group.id, member): found
         for group in unfinished
         if not group.trajectories
         for member, found in group.members.items()
     }
 
+    def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
+        known, record = restored.pop(id, UnfinishedMember()), LedgerRecord(ledger, id)
+        in_flight.begin(id, known.segments)
+        return Session(id, prompt, seed, partial(in_flight.turn, id), record, known.segments, known.calls)
 
-def sessions_of_run(
-    in_flight: InFlight, ledger: Ledger, unfinished: Sequence[UnfinishedGroup]
-) -> Callable[[str, tuple[int, ...], int], Session]:
-    """Return a function that opens a session of a run, by (trajectory id, token ids of the prompt, seed). `unfinished`:
-    groups whose sessions continue from their record."""
-    return TrajectorySessions(in_flight, ledger, unfinished_sessions(unfinished)).open
+    return opened

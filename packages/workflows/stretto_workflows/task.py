@@ -18,9 +18,9 @@ class WorkflowTask(Record, frozen=True):
     """One question, for one trajectory of its group: the first argument of `Workflow.run`.
 
     `prompt`: the question as text. `messages`: the question as a chat; a plain text is one user message. `answer`: its
-    gold answer. `fields`: the row's further fields. Draw random numbers from ``random.Random(task.seed)``, so that a
-    trajectory that runs again after a crash draws the same. Draw from `group_seed` what all trajectories of the group
-    must have alike, because their rewards are compared.
+    gold answer. `fields`: the row's further fields. `member`: index of the trajectory in its group. Draw random numbers
+    from ``random.Random(task.seed)``, so that a trajectory that runs again after a crash draws the same. Draw from
+    `group_seed` what all trajectories of the group must have alike, because their rewards are compared.
 
     Example::
 

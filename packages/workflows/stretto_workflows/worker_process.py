@@ -179,7 +179,7 @@ class WorkflowProcess:
 
     @property
     def load(self) -> int:
-        """Number of trajectories on the worker."""
+        """Number of trajectories on the worker, without abandoned ones."""
         return len(self._members)
 
     @property

@@ -91,7 +91,7 @@ class Learner:
         backward: bool,
     ) -> float:
         """Compute the sequences with the indices `part` in `data`, and add their log-probabilities to `logprobs`, by
-        index; returns their summed loss."""
+        index, and with `backward` their gradient to that of the model; returns their summed loss."""
         chosen, device = [data[at] for at in part], self._model.device
         # The last target is appended to the inputs: target i is then the token to predict at position i + 1. Behind a
         # sequence as long as the context it would have a position that learned positions do not have.

@@ -26,7 +26,7 @@ class Futures:
         self._service = service
 
     def routes(self) -> dict[str, Handler]:
-        """Handlers by "METHOD PATH"."""
+        """Handlers by "METHOD PATH"; all require an API key."""
         return {
             "POST /api/v1/retrieve_future": self._retrieve,
             "POST /api/v1/retrieve_futures": self._retrieve_all,

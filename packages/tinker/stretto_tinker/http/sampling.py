@@ -29,7 +29,7 @@ class SamplingHandlers:
         self._service = service
 
     def routes(self) -> dict[str, Handler]:
-        """Handlers by "METHOD PATH"."""
+        """Handlers by "METHOD PATH"; all require an API key."""
         return {
             "POST /api/v1/create_sampling_session": self._open,
             "POST /api/v1/join_sampling_session": self._join,

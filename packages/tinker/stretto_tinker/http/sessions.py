@@ -40,7 +40,7 @@ class Sessions:
         self._service = service
 
     def routes(self) -> dict[str, Handler]:
-        """Handlers by "METHOD PATH"."""
+        """Handlers by "METHOD PATH"; all require an API key."""
         return {
             "GET /api/v1/get_server_capabilities": self._capabilities,
             "POST /api/v1/client/config": self._config,

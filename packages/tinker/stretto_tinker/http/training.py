@@ -40,7 +40,7 @@ class Training:
         self._service = service
 
     def routes(self) -> dict[str, Handler]:
-        """Handlers by "METHOD PATH"."""
+        """Handlers by "METHOD PATH"; all require an API key."""
         saves = {f"POST /api/v1/{kind}": self._saving(kind) for kind in (SAVE, SAVE_FOR_SAMPLER, SAVE_EXTERNAL)}
         return {
             "POST /api/v1/create_model": self._create,

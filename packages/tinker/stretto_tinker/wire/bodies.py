@@ -25,7 +25,7 @@ Lifespan = Annotated[int, msgspec.Meta(ge=3_600, le=10 * 366 * 86_400)]
 
 
 class OpenSession(msgspec.Struct, frozen=True):
-    """Body of ``create_session``"""
+    """Body of ``create_session``. `display_name`: what the client calls it. `project_id`: refused if it is not None"""
 
     tags: list[str] = []
     user_metadata: Metadata = None
@@ -51,7 +51,8 @@ class _SearchCursor(msgspec.Struct, frozen=True):
 
 
 class SearchSessions(msgspec.Struct, frozen=True):
-    """Body of ``sessions/search``"""
+    """Body of ``sessions/search``. What is None, or left out, holds for every session. `limit`: of the reply; None:
+    50"""
 
     display_name: str | None = None
     session_id: str | None = None
@@ -98,7 +99,7 @@ class EndReason(msgspec.Struct, frozen=True):
 
 
 class EndSession(msgspec.Struct, frozen=True):
-    """Body of ``sessions/ID/finish``"""
+    """Body of ``sessions/ID/finish``: the client ends its session"""
 
     reason: EndReason = EndReason()
     detail: str | None = None
@@ -116,7 +117,7 @@ class Lora(msgspec.Struct, frozen=True):
 
 
 class OptimizerKind(msgspec.Struct, frozen=True):
-    """Optimizer of a model."""
+    """Optimizer of a model. Any `type` is decoded; the handlers refuse all but "adamw"."""
 
     type: str = "adamw"
     version: int = 1
@@ -164,7 +165,7 @@ class OptimStep(msgspec.Struct, frozen=True):
 
 
 class Numbered(msgspec.Struct, frozen=True):
-    """Model and number of a training request; its other fields are ignored."""
+    """Model and number of a training request (None: it names none); its other fields are ignored."""
 
     model_id: str | None = None
     seq_id: Count | None = None
@@ -305,7 +306,8 @@ class OfRequest(msgspec.Struct, frozen=True):
 
 
 class _OfSampler(msgspec.Struct, frozen=True):
-    """Selects the requests of one client of a sampling session."""
+    """Selects the requests of one client of a sampling session. `cloned_sampler_id`: number of the client: 0 for the
+    one that opened it, else that of the reply to ``join_sampling_session``."""
 
     sampling_session_id: str
     cloned_sampler_id: Count = 0

@@ -30,8 +30,8 @@ class TextEnvironment(Protocol):
 
 
 class EnvironmentPlay(Workflow):
-    """The model plays one episode: observations are user messages, completions are actions. All trajectories of a
-    group play the same one, which `task.group_seed` begins.
+    """The model plays one episode: observations are user messages, completions are actions; the question's own text is
+    not shown. All trajectories of a group play the same one, whose seed is `task.group_seed`.
 
     Args:
         make: ``package.module:name`` of a callable that returns a `TextEnvironment`.

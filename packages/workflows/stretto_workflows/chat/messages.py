@@ -16,7 +16,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from msgspec import UNSET, UnsetType, field
+from msgspec import UNSET, UnsetType, field, structs
 
 from stretto.core.records import Record, StopReason
 
@@ -115,8 +115,8 @@ class SampledToken(Record, frozen=True):
 
 
 class SampledTurn(Record, frozen=True):
-    """One sampled message, of which a dialect writes its reply. `stop`: the stop text that ended it, which is not part
-    of the message; "": none. `reasoning_tokens` are among the `sampled_tokens`."""
+    """One sampled message, from which a dialect writes its reply. `stop`: the stop text that ended it, which is not
+    part of the message; "": none. `reasoning_tokens` are among the `sampled_tokens`."""
 
     id: str  # letters and digits; equal when the turn is replayed
     created: int  # seconds since 1970
@@ -146,17 +146,7 @@ def compare(one: Message, other: Message) -> Match:
     """
     if one == other:
         return Match.EQUAL
-    plain = [
-        (
-            message.role,
-            message.text,
-            message.reasoning,
-            message.call_id,
-            message.name,
-            tuple(map(_meant, message.calls)),
-        )
-        for message in (one, other)
-    ]
+    plain = [(structs.replace(message, calls=()), [*map(_meant, message.calls)]) for message in (one, other)]
     return Match.EQUAL_AS_JSON if plain[0] == plain[1] else Match.DIFFERENT
 
 
