@@ -18,19 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stretto_kernels.compiled import (
-    F,
-    U,
-    compiled,
-    exp,
-    floats,
-    halved,
-    halves,
-    inlined,
-    integers,
-    rounded,
-    widened,
-)
+from stretto_kernels.compiled import F, U, compiled, exp, floats, halved, halves, inlined, integers, rounded, widened
 
 
 @inlined
