@@ -20,6 +20,7 @@ from stretto.core.forest import TurnRequest
 from stretto.core.records import Outcome
 from stretto_workflows.session import Session
 from stretto_workflows.wire import RUN_MARK, CallOrder, MemberEnded
+from stretto_workflows.worker_process import _OwnTime
 from tests.launch.running import wait_until
 from tests.workflows.benches import PROMPT, Bench, asks, decode, lives, unusable
 
@@ -119,6 +120,14 @@ def test_processes_that_are_left_behind_hold_nothing_up_and_end_with_the_run(
     left = (tmp_path / "notes").read_text().split()
     assert len(left) == 4
     wait_until(lambda: not any(map(lives, left)), "the end of what was left behind")
+
+
+async def test_a_clock_that_is_closed_while_an_order_is_served_does_not_run_again() -> None:
+    clock = _OwnTime(0.01)
+    with clock.paused():
+        clock.close()
+    await asyncio.sleep(0.05)
+    assert clock.over.cancelled()
 
 
 def test_what_the_tools_leave_behind_is_not_kept_as_zombies(bench: Callable[..., Bench]) -> None:

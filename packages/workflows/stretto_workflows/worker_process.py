@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,21 +89,25 @@ class _OwnTime:
         if not self.over.done():
             self.over.set_result(None)
 
-    def stop(self) -> None:
-        """Pause while the run serves an order. Pauses may overlap; each ends with its own `resume`."""
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager: pause while the run serves an order. After the last of overlapping pauses the time runs
+        again."""
         self._served += 1
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
             self._left -= self._loop.time() - self._since
-
-    def resume(self) -> None:
-        """End the pause of one order; the time runs again when no order is left."""
-        self._served -= 1
-        if not self._served and not self.over.done():
-            self._go_on()
+        try:
+            yield
+        finally:
+            self._served -= 1
+            if not self._served and not self.over.done():
+                self._go_on()
 
     def close(self) -> None:
+        """Stop for good, also if an order is served now."""
+        self.over.cancel()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -339,13 +344,10 @@ class WorkflowProcess:
     async def _served(self, member: _Member, order: Order) -> OrderDone:
         if isinstance(order, CallOrder):
             return await member.exchange.call(order, lambda: self._called(member, order.order))
-        member.time.stop()
-        try:
+        with member.time.paused():
             if isinstance(order, TurnOrder):
                 return await member.exchange.turn(order)
             return await member.exchange.score(order)
-        finally:
-            member.time.resume()
 
     async def _called(self, member: _Member, order: int) -> bytes:
         """Ask the worker to make a call, and wait for its result. This time counts for the trajectory's limit."""

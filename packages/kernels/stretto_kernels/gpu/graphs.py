@@ -112,8 +112,7 @@ class Graphs:
 
 
 class CudaCapture:
-    """Captures CUDA graphs that share one memory pool (a `Capture`). The function is called twice: before the capture,
-    and in it.
+    """Captures CUDA graphs that share one memory pool (a `Capture`). The function is called before the capture too.
 
     A function that synchronises with the GPU, as a mixture of experts may, cannot be captured. Then a warning is
     logged, and this and all later functions are called directly.
@@ -128,7 +127,8 @@ class CudaCapture:
     def __call__(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
         if self._refused:
             return function
-        self._warm_up(function)
+        with self._apart():  # compiles kernels, and lets libraries allocate memory, before the capture
+            function()
         graph = torch.cuda.CUDAGraph()
         try:
             with self._apart(), _no_waiting():
@@ -148,11 +148,6 @@ class CudaCapture:
             return output
 
         return replay
-
-    def _warm_up(self, function: Callable[[], Tensor]) -> None:
-        """Call the function once, so that kernels are compiled and libraries allocate memory before the capture."""
-        with self._apart():
-            function()
 
     @contextmanager
     def _apart(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.sampler import Sampler, Wish
 from stretto_tinker.record import Asked
 from stretto_tinker.wire.bodies import Sample, TargetIds
-from stretto_tinker.wire.outputs import Floats, Likeliest, Sampled, encode_sampled
+from stretto_tinker.wire.outputs import Sampled, encode_sampled
 from stretto_tinker.work import turns
 
 _UNBOUNDED = 1 << 62
@@ -287,20 +287,16 @@ class Sampling:
     def _of_prompt(self, sample: Sample, prompt: tuple[int, ...], seed: int) -> Sampled:
         """Compute the requested log-probabilities and tokens of the prompt; the result has no sequences yet. Raises
         RefusedRequest if a token to score is not in the vocabulary."""
-        logprobs: Floats | None = None
-        likeliest: Likeliest | None = None
+        engine, targets = self.engine, sample.target_prompt_logprobs
+        likeliest, drawn = sample.topk_prompt_logprobs, sample.prompt_alt_tokens_k
         first = 1 if sample.prompt_logprobs_last_n is None else len(prompt) - sample.prompt_logprobs_last_n
-        if sample.prompt_logprobs:
-            logprobs = self.engine.score(prompt, first)
-        if sample.topk_prompt_logprobs:
-            likeliest = self.engine.likeliest(prompt, first, sample.topk_prompt_logprobs)
-        targets = None
-        if sample.target_prompt_logprobs is not None:
-            targets = self.engine.score_targets(prompt, dense_targets(sample.target_prompt_logprobs, len(prompt)))
-        drawn = None
-        if sample.prompt_alt_tokens_k:
-            drawn = self.engine.draw(prompt, sample.prompt_alt_tokens_k, sample.sampling_params, seed)
-        return Sampled([], logprobs, likeliest, targets, drawn)
+        return Sampled(
+            [],
+            engine.score(prompt, first) if sample.prompt_logprobs else None,
+            engine.likeliest(prompt, first, likeliest) if likeliest else None,
+            None if targets is None else engine.score_targets(prompt, dense_targets(targets, len(prompt))),
+            engine.draw(prompt, drawn, sample.sampling_params, seed) if drawn else None,
+        )
 
     def turn(self, over: Callable[[], bool]) -> Iterator[tuple[Asked, bytes | StrettoError]]:
         """Take steps of the engine, at least one, until `over()` is true or no sequence is open. A step samples one
@@ -366,9 +362,8 @@ def beginning(
 
 def _encoded(sampled: Sampled, sequences: Any) -> bytes | StrettoError:
     """Encode the result `sampled`, with its sequences; the error of the request if it is too large."""
-    of = (sampled.prompt_logprobs, sampled.prompt_likeliest, sampled.target_logprobs, sampled.drawn)
     try:
-        return encode_sampled(Sampled(sequences, *of))
+        return encode_sampled(replace(sampled, sequences=sequences))
     except (ValueError, MemoryError) as error:  # protobuf's limit is 2 GiB
         return StrettoError(f"the result is too large: {error}")
     except Exception as error:  # the request is open no more, so that nobody but the caller can fail it

@@ -11,7 +11,9 @@ the value so far, one after the other, without precedence. Demonstrations are im
 from __future__ import annotations
 
 import json
+import operator
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -21,7 +23,14 @@ from stretto.rollout.tasks import ProgramsTask
 
 _HEAD = "def f(a,b,c):"
 _LARGEST = 9  # test arguments for a, b and c are from -9 to 9
-_WORDS = {"plus": "{}+{}", "minus": "{}-{}", "times": "{}*{}", "max": "max({},{})", "min": "min({},{})"}
+#: Operators of steps, each as source and as a function.
+_WORDS: dict[str, tuple[str, Callable[[int, int], int]]] = {
+    "plus": ("{}+{}", operator.add),
+    "minus": ("{}-{}", operator.sub),
+    "times": ("{}*{}", operator.mul),
+    "max": ("max({},{})", max),
+    "min": ("min({},{})", min),
+}
 _OPERANDS = ("a", "b", "c", *map(str, range(1, 10)))
 
 
@@ -35,20 +44,7 @@ class Instruction:
 
     def applied_to(self, value: str) -> str:
         """Source of the step, applied to the expression `value`."""
-        return _WORDS[self.word].format(value, self.operand)
-
-    def value(self, before: int, operand: int) -> int:
-        """Result of the step for the value `before`. `operand`: value of its operand."""
-        match self.word:
-            case "plus":
-                return before + operand
-            case "minus":
-                return before - operand
-            case "times":
-                return before * operand
-            case "max":
-                return max(before, operand)
-        return min(before, operand)
+        return _WORDS[self.word][0].format(value, self.operand)
 
 
 @dataclass(frozen=True)
@@ -71,7 +67,7 @@ class Description:
         """Return value of the function for these arguments."""
         known, value = {"a": a, "b": b, "c": c}, a
         for step in self.steps:
-            value = step.value(value, known[step.operand] if step.operand in known else int(step.operand))
+            value = _WORDS[step.word][1](value, known[step.operand] if step.operand in known else int(step.operand))
         return value
 
 
