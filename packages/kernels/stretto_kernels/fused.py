@@ -49,7 +49,6 @@ def _norm(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: A
 
 @compiled
 def _norm_halves(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: Any, eps: Any) -> None:
-    """Same as `_norm`, for bfloat16."""
     size = rows * width
     xs, ys, totals, outs = halves(x, size), halves(y, size), halves(total, size), halves(out, size)
     weights, wide = halves(weight, width), np.empty(width, np.float32)

@@ -238,7 +238,6 @@ def over(looped: Any, rows: int, parts: int, *arguments: Any) -> None:
 
 
 def is_half(tensor: Tensor) -> bool:
-    """Whether a tensor is bfloat16; loops take others for float32."""
     return tensor.dtype is torch.bfloat16
 
 

@@ -62,7 +62,6 @@ class _BFloat(code.ir.Type if code else object):  # type: ignore[misc]
 
 
 def _broadcast(builder: Any, number: Any) -> Any:
-    """Generate a vector that has a number in each lane."""
     ir = code.ir
     empty = ir.Constant(ir.VectorType(number.type, LANES), ir.Undefined)
     first = builder.insert_element(empty, number, ir.Constant(ir.IntType(32), 0))
@@ -70,7 +69,6 @@ def _broadcast(builder: Any, number: Any) -> Any:
 
 
 def _read(builder: Any, address: Any, kind: Any) -> Any:
-    """Generate a load of the LLVM type `kind` from an address that is a multiple of 4."""
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
 

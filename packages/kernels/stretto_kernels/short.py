@@ -92,7 +92,6 @@ def _as_row(row: Any, j: Any, panels: Any, size: Any) -> None:
 
 @inlined
 def _ask(address: Any, index: Any, scale: Any, row: Any, half: Any) -> None:
-    """Fill `row` with head `index` of all heads, scaled."""
     load(address, U(index * len(row)), row, half)
     for d in range(U(len(row))):
         row[d] *= scale

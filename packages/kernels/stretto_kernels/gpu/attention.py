@@ -97,7 +97,6 @@ _PARTS_OF_A_WARP = 4
 
 
 def triton_version() -> str:
-    """Version of Triton, which must be installed."""
     return str(triton.__version__)
 
 

@@ -248,7 +248,6 @@ def norm_of_sum(x: Tensor, y: Tensor, weight_N: Tensor, eps: float) -> tuple[Ten
 
 
 def _heads(x: Tensor) -> Tensor:
-    """`x`, where a head's numbers lie beside each other."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -149,7 +149,6 @@ class _Fusing:
         return None if x is None else _Norm(x, parts[0], added[1])
 
     def _is_weight(self, node: Any) -> bool:
-        """Whether `node` is a constant vector of the model's dtype."""
         value = self._constants.get(node)
         return isinstance(value, Tensor) and value.dim() == 1 and value.dtype is self._dtype and value.is_contiguous()
 

@@ -51,14 +51,12 @@ class _Layer:
     attend: Attend
 
     def times(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x · weightᵀ + bias."""
         if bias is not None and x.is_cuda:
             return torch.addmm(bias, x, weight.t())
         found = product(x, weight) if self._by_onednn(x) else x @ weight.t()
         return found if bias is None else found.add_(bias)
 
     def input_gradient(self, gradient: Tensor, weight: Tensor) -> Tensor:
-        """gradient · weight."""
         return product(gradient, weight.t().contiguous()) if self._by_onednn(gradient) else gradient @ weight
 
     def weight_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
@@ -221,7 +219,6 @@ def _forward(
 
 
 def _suits(hidden_states: Tensor, angle: Tensor) -> bool:
-    """Whether the fused forward computes with these dtypes on this device."""
     kinds, device = {hidden_states.dtype, angle.dtype}, hidden_states.device.type
     return kinds == {torch.float32} and device in ("cpu", "cuda") and _computed(device) in _DTYPES
 

@@ -54,7 +54,6 @@ _NO_ROWS = np.zeros((0, 3), np.int64), np.zeros(0, np.int64)
 
 
 def _bits(number: float) -> int:
-    """The bits of a float32, as steps have them."""
     return int(np.float32(number).view(np.int32))
 
 
@@ -279,7 +278,6 @@ class _Writer:
         return self.places - 1
 
     def _new(self, width: int, last: bool = False) -> _Value:
-        """A new value in the program's memory."""
         value = _Value(self._place(), width, last)
         self.widths[value.place] = width
         return value
@@ -368,7 +366,6 @@ class _Program:
         return out
 
     def _view(self, value: _Value) -> Tensor:
-        """The program's memory of a value in the present step, as a tensor of its shape."""
         tokens, rows = self._sized
         start, before = (int(part) for part in self._offsets[:, value.place])
         start = start * tokens + before * (tokens - rows)

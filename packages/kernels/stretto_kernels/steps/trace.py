@@ -156,7 +156,6 @@ class _Recorder(TorchFunctionMode):
         return result
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        """Append a call to the graph; returns its node."""
         given, named = map_aggregate(args, self.node), map_aggregate(kwargs, self.node)
         name = func.__name__
         if name == "__getitem__":

@@ -111,7 +111,6 @@ class Archive:
         return told(about)
 
     def _place(self, call: Call) -> Place:
-        """The checkpoint in the request's path; it may not exist. Raises RefusedRequest for an invalid kind or name."""
         return Place.of(f"tinker://{call.path('run')}/{call.path('kind')}/{call.path('name')}")
 
     async def _delete(self, call: Call) -> Response:
@@ -153,7 +152,6 @@ class Archive:
         return f"{str(call.request.base_url).rstrip('/')}/{route}/{at}", until
 
     def _seal(self, until: int, place: Place) -> str:
-        """Signature of a URL of a checkpoint that expires at the Unix time `until`."""
         said = f"{until} {place.path}".encode()
         return hmac.new(self._service.secret.encode(), said, hashlib.sha256).hexdigest()
 

@@ -140,7 +140,6 @@ def _dense(csr: Any, dtype: np.dtype[Any], shape: tuple[int, ...], place: str) -
 
 
 def _numbers(raw: bytes, dtype: np.dtype[Any], place: str) -> Array:
-    """The numbers in `raw`, flat; RefusedRequest if a part of a number is left over."""
     if len(raw) % dtype.itemsize:
         raise RefusedRequest(place, f"{len(raw)} bytes", f"a multiple of {dtype.itemsize}, the size of {dtype}")
     return np.frombuffer(raw, dtype)

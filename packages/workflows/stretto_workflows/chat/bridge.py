@@ -296,7 +296,6 @@ class Renderer:
 
 
 def _native(message: Message) -> dict[str, Any]:
-    """Convert a message to a dict for a template that has tools: arguments of calls are parsed."""
     written: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.name:
         written["name"] = message.name

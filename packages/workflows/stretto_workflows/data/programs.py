@@ -43,7 +43,6 @@ class Instruction:
     operand: str
 
     def applied_to(self, value: str) -> str:
-        """Source of the step, applied to the expression `value`."""
         return _WORDS[self.word][0].format(value, self.operand)
 
 
