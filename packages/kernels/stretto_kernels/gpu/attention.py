@@ -295,18 +295,9 @@ def write_rows(key_TKD: Tensor, value_TKD: Tensor, slots_R4: Tensor, writes_W3: 
     """
     key_TKD, value_TKD = (x if x.stride(2) == 1 else x.contiguous() for x in (key_TKD, value_TKD))
     _, heads, width = key_TKD.shape
-    _write[(triton.cdiv(len(writes_W3), _WRITTEN), heads)](
-        key_TKD,
-        value_TKD,
-        slots_R4,
-        writes_W3,
-        len(writes_W3),
-        *key_TKD.stride()[:2],
-        *value_TKD.stride()[:2],
-        WIDTH=width,
-        BLOCK_W=_WRITTEN,
-        BLOCK_D=triton.next_power_of_2(width),
-    )
+    count, strides = len(writes_W3), (*key_TKD.stride()[:2], *value_TKD.stride()[:2])
+    sizes = {"WIDTH": width, "BLOCK_W": _WRITTEN, "BLOCK_D": triton.next_power_of_2(width)}
+    _write[(triton.cdiv(count, _WRITTEN), heads)](key_TKD, value_TKD, slots_R4, writes_W3, count, *strides, **sizes)
 
 
 def read_rows(
@@ -336,13 +327,10 @@ def read_rows(
     sums_NHD = query_RHD.new_empty((chunks, heads, width), dtype=torch.float32)
     tops_NH, masses_NH = (query_RHD.new_empty((chunks, heads), dtype=torch.float32) for _ in range(2))
     out_RHD = query_RHD.new_empty((rows, heads, width))
+    found = (sums_NHD, tops_NH, masses_NH)
+    tensors = (query_RHD, slots_R4, items_N3, *found)
     _read[(chunks, kv_heads)](
-        query_RHD,
-        slots_R4,
-        items_N3,
-        sums_NHD,
-        tops_NH,
-        masses_NH,
+        *tensors,
         *query_RHD.stride()[:2],
         width**-0.5 if rule.scaling is None else rule.scaling,
         GROUP=group,
@@ -356,16 +344,6 @@ def read_rows(
         num_stages=tile.stages,
     )
     parts = min(max(_PARTS_OF_A_WARP, triton.next_power_of_2(triton.cdiv(chunks, rows))), _PARTS)
-    _combine[(rows, heads)](
-        sums_NHD,
-        tops_NH,
-        masses_NH,
-        bounds,
-        out_RHD,
-        HEADS=heads,
-        WIDTH=width,
-        PARTS=parts,
-        BLOCK_D=block_d,
-        num_warps=parts // _PARTS_OF_A_WARP,
-    )
+    sizes = {"HEADS": heads, "WIDTH": width, "PARTS": parts, "BLOCK_D": block_d, "num_warps": parts // _PARTS_OF_A_WARP}
+    _combine[(rows, heads)](*found, bounds, out_RHD, **sizes)
     return out_RHD

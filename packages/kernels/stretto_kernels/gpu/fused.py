@@ -220,20 +220,10 @@ def _normed(x: Tensor, y: Tensor | None, weight_N: Tensor, eps: float) -> tuple[
     out, width = x.new_empty(x.shape), len(weight_N)
     total = out if y is None else x.new_empty(x.shape)
     block = triton.next_power_of_2(width)
-    _norm[(len(x_TN),)](
-        x_TN,
-        y_TN,
-        weight_N,
-        total,
-        out,
-        x_TN.stride(0),
-        y_TN.stride(0),
-        eps,
-        ADDS=y is not None,
-        WIDTH=width,
-        BLOCK=block,
-        num_warps=min(max(block // _PER_WARP, 1), _MOST_WARPS),
-    )
+    warps = min(max(block // _PER_WARP, 1), _MOST_WARPS)
+    tensors, strides = (x_TN, y_TN, weight_N, total, out), (x_TN.stride(0), y_TN.stride(0))
+    sizes = {"ADDS": y is not None, "WIDTH": width, "BLOCK": block, "num_warps": warps}
+    _norm[(len(x_TN),)](*tensors, *strides, eps, **sizes)
     return total, out
 
 
@@ -257,21 +247,14 @@ def rotate(x: Tensor, weight_D: Tensor | None, eps: float, cos: Tensor, sin: Ten
     x, cos, sin = _heads(x), cos.contiguous(), sin.contiguous()
     _, tokens, heads, width = x.shape
     out = x.new_empty(x.shape)
-    _rotate[(tokens, heads)](
-        x,
-        x if weight_D is None else weight_D,
-        cos,
-        sin,
-        out,
-        *x.stride()[1:3],
-        width,
-        eps,
-        NORM=weight_D is not None,
-        HALF=width // 2,
-        BLOCK=triton.next_power_of_2(width // 2),
-        num_warps=1,
-    )
+    tensors, strides = (x, x if weight_D is None else weight_D, cos, sin, out), x.stride()[1:3]
+    _rotate[(tokens, heads)](*tensors, *strides, width, eps, NORM=weight_D is not None, **_halves(width))
     return out.transpose(1, 2)
+
+
+def _halves(width: int) -> dict[str, int]:
+    """Launch settings of a kernel whose programs hold the halves of a head of this width."""
+    return {"HALF": width // 2, "BLOCK": triton.next_power_of_2(width // 2), "num_warps": 1}
 
 
 def enter_rotated(
@@ -289,33 +272,13 @@ def enter_rotated(
     (asked, query_weight, query_eps), (keys, key_weight, key_eps) = query, key
     asked, keys, values = (_heads(x)[0] for x in (asked, keys, value.transpose(1, 2)))
     cos, sin = cos.contiguous(), sin.contiguous()
-    _, heads, width = asked.shape
-    out_THD = asked.new_empty(asked.shape)
-    _enter[(len(writes_W3), heads + 2 * keys.shape[1])](
-        asked,
-        keys,
-        values,
-        asked if query_weight is None else query_weight,
-        asked if key_weight is None else key_weight,
-        cos,
-        sin,
-        slots_R4,
-        writes_W3,
-        out_THD,
-        *asked.stride()[:2],
-        *keys.stride()[:2],
-        *values.stride()[:2],
-        width,
-        query_eps,
-        key_eps,
-        HEADS=heads,
-        KV_HEADS=keys.shape[1],
-        QUERY_NORM=query_weight is not None,
-        KEY_NORM=key_weight is not None,
-        HALF=width // 2,
-        BLOCK=triton.next_power_of_2(width // 2),
-        num_warps=1,
-    )
+    (_, heads, width), kv_heads, out_THD = asked.shape, keys.shape[1], asked.new_empty(asked.shape)
+    weights = [asked if weight is None else weight for weight in (query_weight, key_weight)]
+    norms = {"QUERY_NORM": query_weight is not None, "KEY_NORM": key_weight is not None}
+    tensors = (asked, keys, values, *weights, cos, sin, slots_R4, writes_W3, out_THD)
+    strides = (*asked.stride()[:2], *keys.stride()[:2], *values.stride()[:2], width)
+    sizes = {"HEADS": heads, "KV_HEADS": kv_heads, **norms, **_halves(width)}
+    _enter[(len(writes_W3), heads + 2 * kv_heads)](*tensors, *strides, query_eps, key_eps, **sizes)
     return out_THD
 
 
