@@ -185,7 +185,7 @@ def sampled_by_many(backend: LocalBackend, folder: Path) -> tuple[list[list[int]
 
         def note(id: str, lane: str) -> None:
             nonlocal most
-            most = max(most, server.worker._engines.cache)
+            most = max(most, sum(engine.cache for engine in server.worker._engines._engines.values()))
             settled(id, lane)
 
         server.worker._settled = note

@@ -306,18 +306,16 @@ class Record:
             self._all("UPDATE models SET snapshot = ? WHERE id = ?", seq, id)
             self._all("UPDATE requests SET body = NULL WHERE lane = ? AND seq <= ? AND state != 'queued'", id, seq)
 
-    def places(self) -> list[str | tuple[str, int]]:
+    def places(self) -> list[str | tuple[str, int]] | None:
         """Folders on disk that are needed: paths of checkpoints, and (id, snapshot) of models whose session is open or
-        which have queued requests."""
+        which have queued requests. None if no model was ever recorded, so that nothing is known of folders."""
+        if not self._all("SELECT 1 FROM models LIMIT 1"):
+            return None
         paths = [path for (path,) in self._all("SELECT path FROM checkpoints")]
         open_ = "SELECT id FROM sessions WHERE ended IS NULL"
         waiting = "SELECT lane FROM requests WHERE state = 'queued'"
         sql = f"SELECT id, snapshot FROM models WHERE session IN ({open_}) OR id IN ({waiting})"
         return [*paths, *((id, seq) for id, seq in self._all(sql))]
-
-    def knows_places(self) -> bool:
-        """Whether a model was ever recorded, so that `places` is complete."""
-        return bool(self._all("SELECT 1 FROM models LIMIT 1"))
 
     def last_sampled(self) -> dict[str, float]:
         """Unix time of the last request for samples by path of weights; 9e99 if a request is still queued."""

@@ -49,7 +49,7 @@ class TinkerServer:
             raise RunFolderError([Problem(str(folder), f"is the record of {base}", "give another folder")])
         weights, self._changes = Weights(folder), Changes()
         known = self.record.places()
-        if self.record.knows_places():  # an empty record may be new, beside weights of a lost one, which must stay
+        if known is not None:  # an empty record may be new, beside weights of a lost one, which must stay
             weights.keep(
                 {weights.folder(Place.of(one)) if isinstance(one, str) else weights.snapshot(*one) for one in known}
             )

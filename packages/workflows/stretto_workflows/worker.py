@@ -164,13 +164,9 @@ def _is_ours(file: str) -> bool:
 def serve(workflow: Workflow, end: RoleEnd[ToWorker]) -> None:
     """Run trajectories, each in a thread of its own, until the conductor closes the channel `end`."""
     members: dict[int, MemberThread] = {}
-
-    def forget(run: int) -> None:
-        members.pop(run, None)
-
     while (message := end.receive()) is not None:
         if isinstance(message, Begin):
-            member = members[message.run] = MemberThread(message.run, message.task, workflow, end, forget)
+            member = members[message.run] = MemberThread(message.run, message.task, workflow, end, members.pop)
             member.start()
         elif (known := members.get(message.run)) is not None:
             known.deliver(message)

@@ -241,7 +241,10 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def fusible(model: PreTrainedModel) -> bool:
     """Whether layers of the model may be fused: not on devices without loops or kernels, with parameters on other
     devices, for dtypes other than float32, and with a soft cap or no rotary embedding."""
-    if any(one.untyped_storage().device != model.device for one in model.parameters()) or not _computes(model):
+    width = model.config.get_text_config().hidden_size
+    ours = computes(model.device, model.dtype) or gpu_loops.computes(model.device, width)
+    elsewhere = any(one.untyped_storage().device != model.device for one in model.parameters())
+    if not ours or model.dtype is not torch.float32 or elsewhere:
         return False
     capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     return not capped and hasattr(model.base_model, "rotary_emb")
@@ -264,12 +267,6 @@ def fuse(model: PreTrainedModel, layers: Iterable[nn.Module], attend: Attend, pr
             module.forward = partial(_forward, module, layer, module.forward)
             fused += 1
     return fused
-
-
-def _computes(model: PreTrainedModel) -> bool:
-    width = model.config.get_text_config().hidden_size
-    ours = computes(model.device, model.dtype) or gpu_loops.computes(model.device, width)
-    return ours and model.dtype is torch.float32
 
 
 def _made_up(shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import sqlite3
 from collections.abc import Mapping
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -42,7 +43,7 @@ _NOT_SERVED = {
 
 class TinkerApp:
     """ASGI application of `stretto tinker`. It replies to every request: errors of handlers become HTTP errors with a
-    reason (see `_endpoint`)."""
+    reason."""
 
     def __init__(self, service: Service, names: HostNames | None = None) -> None:
         """Serve all paths of the interface by `service`. `names`: names of this server; requests with another ``Host``
@@ -58,10 +59,10 @@ class TinkerApp:
         }
         opened = {"GET /api/v1/healthz": _healthy, "GET /health": _healthy, **archive.open_routes()}
         refused = [
-            Route(f"/api/v1/{path}", self._refusing(path, why), methods=_ALL) for path, why in _NOT_SERVED.items()
+            Route(f"/api/v1/{path}", partial(_refused, path, why), methods=_ALL) for path, why in _NOT_SERVED.items()
         ]
         routes = [*self._routes(kept, keyed=True), *self._routes(opened, keyed=False), *refused]
-        self._app = Starlette(routes=[*routes, Route("/{path:path}", self._unknown, methods=_ALL)])
+        self._app = Starlette(routes=[*routes, Route("/{path:path}", _unknown, methods=_ALL)])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._names is not None and (host := self._names.foreign(scope)) is not None:
@@ -73,45 +74,41 @@ class TinkerApp:
         routes = []
         for name, handler in handlers.items():
             method, path = name.split(" ")
-            routes.append(Route(path, self._endpoint(handler, keyed=keyed), methods=[method]))
+            routes.append(Route(path, partial(self._answered, handler, keyed), methods=[method]))
         return routes
 
-    def _endpoint(self, handler: Handler, *, keyed: bool):  # type: ignore[no-untyped-def]  # an endpoint of starlette
-        """Wrap a handler for starlette. `keyed`: require an API key; otherwise the call has no owner."""
-
-        async def run(request: Request) -> Response:
-            try:
-                owner = ""
-                if keyed:
-                    owner = self._service.owner(request.headers.get("x-api-key", ""))
-                    admit(request.scope)
-                return await handler(Call(request, owner))
-            except NotServed as error:
-                return _error(error.status, error.message)
-            except RefusedRequest as error:
-                return _error(400, str(error))
-            except DeadlineExceeded as error:
-                return _error(408, str(error))
-            except sqlite3.Error as error:
-                log.error("%s %s: the record: %s", request.method, request.url.path, error)
-                return _error(429, f"try again: the record cannot be read ({error})")
-            except Exception:  # a bug: its traceback goes to the server's log, the client gets a 500
-                log.exception("%s %s", request.method, request.url.path)
-                return _error(500, "internal error of the server; its log has the traceback")
-
-        return run
-
-    def _refusing(self, path: str, why: str):  # type: ignore[no-untyped-def]  # an endpoint of starlette
-        async def refuse(request: Request) -> Response:
-            return _error(404, f"{path} is not served: {why}")
-
-        return refuse
-
-    async def _unknown(self, request: Request) -> Response:
-        return _error(404, f"{request.method} {request.url.path:.120} is not served: no such path is known here")
+    async def _answered(self, handler: Handler, keyed: bool, request: Request) -> Response:
+        """The handler's reply to a request, or the HTTP error for its error. `keyed`: require an API key; otherwise the
+        call has no owner."""
+        try:
+            owner = ""
+            if keyed:
+                owner = self._service.owner(request.headers.get("x-api-key", ""))
+                admit(request.scope)
+            return await handler(Call(request, owner))
+        except NotServed as error:
+            return _error(error.status, error.message)
+        except RefusedRequest as error:
+            return _error(400, str(error))
+        except DeadlineExceeded as error:
+            return _error(408, str(error))
+        except sqlite3.Error as error:
+            log.error("%s %s: the record: %s", request.method, request.url.path, error)
+            return _error(429, f"try again: the record cannot be read ({error})")
+        except Exception:  # a bug: its traceback goes to the server's log, the client gets a 500
+            log.exception("%s %s", request.method, request.url.path)
+            return _error(500, "internal error of the server; its log has the traceback")
 
 
 _ALL = ["GET", "POST", "PUT", "DELETE", "PATCH"]
+
+
+async def _refused(path: str, why: str, request: Request) -> Response:
+    return _error(404, f"{path} is not served: {why}")
+
+
+async def _unknown(request: Request) -> Response:
+    return _error(404, f"{request.method} {request.url.path:.120} is not served: no such path is known here")
 
 
 async def _healthy(call: Call) -> Response:

@@ -154,11 +154,6 @@ class Engines:
         chosen.limit(own)
 
     @property
-    def cache(self) -> int:
-        """Bytes of KV cache that all engines have allocated."""
-        return sum(engine.cache for engine in self._engines.values())
-
-    @property
     def weights(self) -> int:
         """Bytes of the weights of all engines, without those of the base model."""
         return sum(self._sizes.values())

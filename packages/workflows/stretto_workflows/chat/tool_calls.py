@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -81,10 +81,7 @@ class HermesForm:
             written.append(text[begin + len(_CALL) : end])
             at = end + len(_CALLED)
         outside = "".join((*around, text[at:]))
-        if not written or "tool_call>" in outside:
-            return Parsed(text)
-        calls = _calls(written, name)
-        return Parsed(text) if calls is None else Parsed("" if outside.isspace() else outside, calls)
+        return Parsed(text) if "tool_call>" in outside else _parsed(text, outside, written, name)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         return "\n".join(f"<tool_call>\n{_object(call, 'arguments')}\n</tool_call>" for call in calls)
@@ -100,9 +97,7 @@ class LlamaForm:
 
     def parse(self, text: str, name: NameCall) -> Parsed:
         body = text.strip().removeprefix(_PYTHON).strip()
-        objects = list(_objects(body)) if body.startswith("{") else []
-        calls = _calls(objects, name) if objects else None
-        return Parsed(text) if calls is None else Parsed("", calls)
+        return _parsed(text, "", _objects(body) if body.startswith("{") else (), name)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         return "; ".join(_object(call, "parameters") for call in calls)
@@ -124,8 +119,7 @@ class MistralForm:
             written = [
                 f'{{"name": {json.dumps(tool.strip())}, "arguments": {arguments}}}' for tool, _, arguments in named
             ]
-        calls = _calls(written, name)
-        return Parsed(text) if calls is None else Parsed("" if outside.isspace() else outside, calls)
+        return _parsed(text, outside, written, name)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
         return f"{_MISTRAL}[{', '.join(_object(call, 'arguments') for call in calls)}]"
@@ -184,21 +178,21 @@ def result(text: str) -> str:
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
-def _calls(written: Iterator[str] | Sequence[str], name: NameCall) -> tuple[ToolCall, ...] | None:
-    """Parse calls, each given as the text of a JSON object; None if one is malformed. `name`: returns the id for a
-    call, by its number from 0."""
+def _parsed(text: str, outside: str, written: Iterable[str], name: NameCall) -> Parsed:
+    """Parse the calls of a message `text`, each `written` as a JSON object. `outside`: the text around them. Without
+    calls, or with a malformed one, the whole message is text. `name`: returns the id for a call."""
     found = []
-    for number, text in enumerate(written):
+    for number, one in enumerate(written):
         try:
-            call = msgspec.json.decode(text, type=_Written)
+            call = msgspec.json.decode(one, type=_Written)
             arguments = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
             msgspec.json.decode(arguments, type=dict[str, Any])
         except (UnicodeError, *UNREADABLE):
-            return None
+            return Parsed(text)
         if not call.name:
-            return None
+            return Parsed(text)
         found.append(ToolCall(name(number), call.name, arguments))
-    return tuple(found)
+    return Parsed("" if outside.isspace() else outside, tuple(found)) if found else Parsed(text)
 
 
 def _object(call: ToolCall, field: str) -> str:

@@ -114,9 +114,11 @@ def _dapo(row: Values, place: str) -> Parts:
         return gold(model["ground_truth"], f"{place}: reward_model.ground_truth")
 
     def chat() -> Any:
-        messages = [dict(message) if isinstance(message, Mapping) else message for message in _listed(row["prompt"])]
-        prompt(messages or row["prompt"], f"{place}: prompt")
-        return messages or row["prompt"]
+        given = row["prompt"]
+        if isinstance(given, list):
+            given = [dict(message) if isinstance(message, Mapping) else message for message in given]
+        prompt(given, f"{place}: prompt")
+        return given
 
     return {"prompt": chat, "answer": final}
 
@@ -196,10 +198,6 @@ def _either(row: Values, names: tuple[str, ...], place: str) -> str:
     if found is None:
         raise mistake(place, f"none of the fields {', '.join(names)}", nearest(names[0], row) if row else "it is empty")
     return found
-
-
-def _listed(value: object) -> list[Any]:
-    return value if isinstance(value, list) else []
 
 
 def _boxed(solution: str) -> str | None:
