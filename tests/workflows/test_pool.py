@@ -307,6 +307,7 @@ def test_a_run_in_which_most_trajectories_fail_stops_with_the_reason(bench: Call
         ("Asks", {"turn": 3}, "workflow.settings.turn: .* has no such setting; did you mean 'turns'?"),
         ("environment", {"turn": 3}, "(?s)no such setting; did you mean 'turns'.*workflow.settings.make: missing; "),
         ("multi_turn", {"tries": 0}, "cannot be made: ValueError: tries is 0"),
+        ("user_simulator", {"turns": 0}, "cannot be made: ValueError: turns is 0"),
         ("Path", {}, "is <class 'pathlib.*Path'>; a workflow is a class with 'async def run"),
     ],
 )

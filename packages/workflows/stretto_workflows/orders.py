@@ -25,12 +25,10 @@ _ASKED = {TurnOrder: "generate", ScoreOrder: "score", CallOrder: "tool"}  # meth
 
 
 class Orders:
-    """The worker's side of one trajectory: sends its orders to the conductor, and waits for their results.
-
-    The arguments of `turn`, `score` and `call` are those of `TurnOrder`, `ScoreOrder` and `CallOrder` in `wire`. `call`
-    awaits `run`, which returns the encoded result, only if the conductor has none on record. All three raise
-    RefusedRequest if the conductor refuses the order, or a message would be too large.
-    """
+    """Sends the orders of one trajectory to the conductor, and waits for their results. The arguments of `turn`,
+    `score` and `call` are those of `TurnOrder`, `ScoreOrder` and `CallOrder` in `wire`. `call` awaits `run`, which
+    returns the encoded result, only if the conductor has none on record. All three raise RefusedRequest if the
+    conductor refuses the order, or a message would be too large."""
 
     def __init__(self, run: int, end: RoleEnd[ToWorker]) -> None:
         """`run`: number of the trajectory on its worker. `end`: the worker's end of the channel."""

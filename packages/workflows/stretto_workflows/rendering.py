@@ -33,12 +33,8 @@ class PlainRendering:
         self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Tokens, str]:
         """Whole prompt of the next turn, after all `messages`, and the cause of a branch: "drift" if the chat template
-        cannot continue `held` with the messages after it, else "".
-
-        Args:
-            known: number of leading messages whose tokens are `held`.
-            held: their tokens, the sampled ones as sampled; empty if no tokens are known.
-            tools: tools to describe to the model.
+        cannot continue `held` with the messages after it, else "". `held`: tokens of the first `known` messages, as
+        sampled; empty if none are known. `tools`: tools to describe to the model.
 
         Raises:
             RefusedRequest: a message or a tool is invalid.

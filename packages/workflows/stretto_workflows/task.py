@@ -41,14 +41,9 @@ class WorkflowTask(Record, frozen=True):
 
 
 def task_of(questions: QuestionDetails, prompt: Prompt, member: int, seed: int, group_seed: int = 0) -> WorkflowTask:
-    """Make the task of one trajectory.
-
-    Args:
-        questions: chats and further fields of the rows; a prompt without a chat becomes one user message.
-        member: index of the trajectory in its group.
-        seed: of the trajectory.
-        group_seed: the same for all trajectories of the group.
-    """
+    """Make the task of the trajectory with index `member` in its group. `questions`: chats and further fields of the
+    rows; a prompt without a chat becomes one user message. `seed`: of the trajectory. `group_seed`: of all of the
+    group."""
     key = (prompt.id, prompt.text, prompt.answer)
     messages = tuple(questions.chats.get(key) or ({"role": "user", "content": prompt.text},))
     fields = json.loads(questions.fields.get(key) or "{}")

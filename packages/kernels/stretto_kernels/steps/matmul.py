@@ -290,10 +290,8 @@ def use_onednn(model: nn.Module, kernels: Sequence[Name], chooser: Chooser) -> i
     """Make every plain `nn.Linear` of the model on the CPU use its fastest kernel, in place; returns the number of
     changed layers.
 
-    Args:
-        kernels: kernels to choose from. If ``columns`` is among them, weights may change their memory layout.
-        chooser: called with weight shapes, dtype and kernels; returns a kernel for each shape. A shape that it leaves
-            out uses torch's.
+    `kernels`: kernels to choose from. If ``columns`` is among them, weights may change their memory layout. `chooser`:
+    chooses a kernel for each weight shape; shapes that it leaves out use torch's.
     """
     layers = [
         module for module in model.modules() if type(module) is nn.Linear and module.weight.device.type in _PLACES

@@ -78,12 +78,8 @@ class Training:
     def _accept(
         self, call: Call, model: str, seq: int | None, kind: str, raw: bytes, *, said: bytes | None = None
     ) -> Response:
-        """Record a training request and queue it; returns the reply with its id. `said`: see `Service.accept`.
-
-        Raises:
-            RefusedRequest: it has no number (`seq` None).
-            NotServed: 422 if a different request has this number, 429 if too many wait or the record cannot be written.
-        """
+        """Record a training request and queue it; returns the reply with its id. Raises RefusedRequest for one without
+        a number (`seq`), and NotServed as `Service.accept` and if too many wait. `said`: as there."""
         if seq is None:
             raise RefusedRequest("seq_id", str(seq), "1, 2, ... in the order of the requests of a model")
         if self._service.worker.crowded(call.owner, model, seq):

@@ -339,13 +339,8 @@ def beginning(
     queues: Mapping[str, SampleQueue], samplings: Mapping[Lane, Sampling], has_room: Callable[[Lane], bool]
 ) -> dict[Lane, list[str]]:
     """Engines on which the next requests may begin now, each with the clients of these requests. An engine that a
-    client would have alone needs room; a shared one is named without room as well.
-
-    Args:
-        queues: by path of weights.
-        samplings: engines that have open requests.
-        has_room: whether the engine of a lane is in memory or has room there.
-    """
+    client would have alone needs room, by `has_room`; a shared one is named without room as well. `queues`: by path of
+    weights. `samplings`: engines that have open requests."""
     found: dict[Lane, list[str]] = {}
     for weights, queue in queues.items():
         for owner in queue.owners:

@@ -28,6 +28,8 @@ class UserSimulator(Workflow):
     needs_chat_template = "has two sides, which the chat template alone tells apart"
 
     def __init__(self, user: str = _USER, done: str = "DONE", turns: int = 4, user_reward: float = 0.0) -> None:
+        if turns < 1:
+            raise ValueError(f"turns is {turns}; 1 is the least")
         self._user, self._done, self._turns, self._user_reward = user, done, turns, user_reward
 
     def words(self) -> Sequence[str]:

@@ -120,18 +120,15 @@ def _table(path: Path, comma: str) -> Iterator[tuple[str, Row]]:
         for values in reader:
             if values:
                 where = f"{path}:{reader.line_num}"
-                yield where, _record(names, values, where)
+                yield where, partial(_record, names, values, where)
     except csv.Error as error:
         raise mistake(f"{path}:{reader.line_num}", f"broken CSV: {error}", "larger fields need JSONL") from None
 
 
-def _record(names: list[str], values: list[str], place: str) -> Row:
-    def read() -> Mapping[str, Any]:
-        if len(values) != len(names):
-            raise mistake(place, f"{len(values)} fields", f"the first line names {len(names)} columns")
-        return dict(zip(names, values, strict=True))
-
-    return read
+def _record(names: list[str], values: list[str], place: str) -> Mapping[str, Any]:
+    if len(values) != len(names):
+        raise mistake(place, f"{len(values)} fields", f"the first line names {len(names)} columns")
+    return dict(zip(names, values, strict=True))
 
 
 def _from_folder(source: RowsSource) -> Iterator[tuple[str, Row]]:

@@ -84,14 +84,9 @@ def _numbered(source: RowsSource) -> Iterator[tuple[str, tuple[int, Any]]]:
 def _read(
     row: tuple[int, Any], place: str, mapping: str | None, columns: Columns, seen: set[int] | None
 ) -> Question | None:
-    """Convert a row to a question; None if it repeats an earlier one.
-
-    Args:
-        row: its number, and the function that parses it.
-        mapping: name of the mapping that is applied first; None: none.
-        seen: digests of the earlier prompts with their gold answers, to which this one's is added; None: repeated rows
-            are kept.
-    """
+    """Convert a row (its number, and the function that parses it) to a question; None if it repeats an earlier one.
+    `mapping`: name of the mapping that is applied first; None: none. `seen`: digests of the earlier prompts with their
+    gold answers, to which this one's is added; None to keep repeated rows."""
     number, read = row
     values: Mapping[str, Any] = read()
     found = question(mapped(mapping, values, place) if mapping is not None else values, number, place, columns)
