@@ -9,12 +9,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rule:
-    """Attention settings of a layer; attention is always causal."""
+    """Attention settings of a layer; attention is always causal. `scaling`: factor of the scores; None: 1 / sqrt(head
+    width). `window`: number of tokens attended to, the query's own included; None: all. `softcap`: scores become
+    softcap * tanh(score / softcap); None: unchanged. `dropout`: probability."""
 
-    scaling: float | None = None  # factor of the scores; None: 1 / sqrt(head width)
-    window: int | None = None  # number of tokens attended to, including the query's token; None: all
-    softcap: float | None = None  # scores become softcap * tanh(score / softcap); None: unchanged
-    dropout: float = 0.0  # probability
+    scaling: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
 
     @classmethod
     def of(cls, requested: Mapping[str, Any]) -> Rule:

@@ -307,8 +307,8 @@ class Session:
 
     def segments(self, rewards: Mapping[int, float] | None = None) -> tuple[Segment, ...]:
         """Return the segments of the trajectory: the turns that were returned to the program, and all segments on the
-        paths to them. Turns that broke off, or that only an earlier process requested, are left out, and indices in
-        `parent` count the others only.
+        paths to them. Turns that broke off, or that only an earlier process requested, are left out; `parent` counts
+        the segments that are returned.
 
         `rewards`: rewards of single turns, by node; they replace recorded ones, which stay for turns not in it.
         """

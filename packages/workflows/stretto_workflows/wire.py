@@ -140,11 +140,11 @@ class CallRan(Record, frozen=True, tag=True):
 
 
 class MemberEnded(Record, frozen=True, tag=True):
-    """Message that the workflow has returned the reward `value`, or failed with the reason `failure`. `by_turn`:
+    """Message that the workflow has returned the reward `value`, or (None) failed with the reason `failure`. `by_turn`:
     rewards by node, or by -1, -2, ... for the first, second, ... turn. `named`: further rewards by name."""
 
     run: int
-    value: float | None = None  # None: it has failed
+    value: float | None = None
     by_turn: Mapping[int, float] = {}
     named: Mapping[str, float] = {}
     failure: str = ""

@@ -50,7 +50,7 @@ Capture = Callable[[Callable[[], Tensor]], Callable[[], Tensor]]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Device tensors that share one buffer, filled by a single copy."""
+    """Device tensors (`parts`) that share one `buffer`, filled by a single copy."""
 
     buffer: Tensor
     parts: tuple[Tensor, ...]

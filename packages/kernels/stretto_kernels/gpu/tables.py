@@ -39,14 +39,15 @@ _TRIES = 5  # measurements of a tile; the first compiles
 
 @dataclass(frozen=True)
 class Chunks:
-    """The chunks of one step.
+    """The chunks of one step. `items`: [N, 3] row, first token, end token (exclusive); zeros for empty places.
+    `bounds`: [R + 1], row r has the chunks bounds[r] to bounds[r + 1] - 1.
 
     Example: the drawing above is ``cut([0, 0, 0], [10, 2, 5], most=8, grain=4)``: items ``(0, 0, 4) (0, 4, 8)
     (0, 8, 10) (1, 0, 2) (2, 0, 4) (2, 4, 5)`` and two empty places, bounds ``0 3 4 6``.
     """
 
-    items: Ints  # [N, 3] row, first token, end token (exclusive); zeros for empty places
-    bounds: Ints  # [R + 1], row r has the chunks bounds[r] to bounds[r + 1] - 1
+    items: Ints
+    bounds: Ints
 
 
 def cut(firsts: Ints, ends: Ints, most: int, grain: int) -> Chunks:
@@ -74,13 +75,18 @@ def cut(firsts: Ints, ends: Ints, most: int, grain: int) -> Chunks:
 
 @dataclass(frozen=True)
 class TableRows:
-    """All rows of a step as a table of slots; implements `stretto_kernels.steps.trace.Attends`."""
+    """All rows of a step as a table of slots; implements `stretto_kernels.steps.trace.Attends`.
 
-    start: int  # index of the first newest token among the packed tokens
-    dtype: torch.dtype  # of the KV cache
-    slots: Tensor  # [Z, R, 4] the table "rows" (`slots_of`), for each layer
-    writes: Tensor  # [W, 3] as in `gpu.attention.write_rows`
-    chunks: Mapping[int | None, tuple[Tensor, Tensor]]  # by attention window: items [N, 3] and bounds [R + 1]
+    `start`: index of the first newest token among the packed tokens. `dtype`: of the KV cache. `slots`: [Z, R, 4] the
+    table "rows" (`slots_of`), for each layer. `writes`: [W, 3], as in `gpu.attention.write_rows`. `chunks`: by
+    attention window, items and bounds of `Chunks`.
+    """
+
+    start: int
+    dtype: torch.dtype
+    slots: Tensor
+    writes: Tensor
+    chunks: Mapping[int | None, tuple[Tensor, Tensor]]
     tile: Tile = TABLE[0]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:

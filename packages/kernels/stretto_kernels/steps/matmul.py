@@ -67,11 +67,11 @@ _CPU = torch.device("cpu")
 
 class KernelChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The kernel for a weight shape, as files keep it. `fewest`: least number of tokens for which it is used; for fewer
-    tokens ``linear`` is used."""
+    tokens ``linear`` is used. `gain`: speedup over ``linear``, geometric mean over 1 to 256 tokens."""
 
     kernel: Name = "linear"
     fewest: int = 1
-    gain: float = 1.0  # speedup over ``linear``, geometric mean over 1 to 256 tokens
+    gain: float = 1.0
 
 
 def unrecorded(shapes: Iterable[Shape], dtype: torch.dtype, kernels: Sequence[Name]) -> dict[Shape, KernelChoice]:
@@ -287,8 +287,8 @@ class OneDnnLinear(nn.Linear):
 
 
 def use_onednn(model: nn.Module, kernels: Sequence[Name], chooser: Chooser) -> int:
-    """Make every plain `nn.Linear` of the model on the CPU use its fastest kernel, in place; returns the number of
-    changed layers.
+    """Make every plain `nn.Linear` of the model on the CPU, or the meta device, use its fastest kernel, in place;
+    returns the number of changed layers.
 
     `kernels`: kernels to choose from. If ``columns`` is among them, weights may change their memory layout. `chooser`:
     chooses a kernel for each weight shape; shapes that it leaves out use torch's.

@@ -74,8 +74,9 @@ Forward = Callable[[Tensor, Tensor, Attends, int, int], Tensor]
 
 def trace(model: PreTrainedModel, calls: Calls | None = None) -> Forward:
     """Make the fastest function equivalent to the model's forward: its trace, or `module_forward` for models that
-    cannot be traced (the reason is logged) and on devices other than the CPU without fused calls. Linear layers that
-    compute the same input may become views of joint weights. `calls`: the fused calls; None: those of the device."""
+    cannot be traced (the reason is logged) and on devices other than the CPU without fused calls. On a GPU, weights
+    that multiply the same input may become views of a joint matrix. `calls`: the fused calls; None: those of the
+    device."""
     calls = calls or calls_for(model.device, model.dtype)
     if calls is None and model.device.type != "cpu":
         return module_forward(model)

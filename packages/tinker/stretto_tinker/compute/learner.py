@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.errors import RefusedRequest
@@ -100,7 +99,11 @@ class Learner:
         packed = pack_tokens(sequences, wanted, device, targets=[one.targets.ravel() for one in chosen])
         with torch.set_grad_enabled(backward):
             found = token_logprobs(self._model, packed, _UNCHANGED).logprobs.split([one.targets.size for one in chosen])
-            value = sum_of(loss, found, chosen, config)
+            parts = [
+                loss_of(loss).of(row.reshape(one.targets.shape), as_tensors(one.inputs, device), config)
+                for one, row in zip(chosen, found, strict=True)
+            ]
+            value = torch.stack(parts).sum()
         if backward:
             value.backward()
         for at, one, row in zip(part, chosen, found, strict=True):
@@ -158,22 +161,3 @@ class Learner:
         if optimizer:
             read_optimizer(folder, self._model, self._adamw)
         read_gradient(folder, self._model)
-
-
-def sum_of(name: str, logprobs: Sequence[Tensor], data: Sequence[Datum], config: Mapping[str, float]) -> Tensor:
-    """Sum of the loss `name` over at least one sequence: a scalar with gradient.
-
-    Args:
-        logprobs: for each sequence, the log-probabilities of its targets, flat.
-        data: the sequences.
-        config: all settings of the loss (`Loss.configured`).
-
-    Raises:
-        RefusedRequest: the loss is unknown or not served.
-    """
-    loss, device = loss_of(name), logprobs[0].device
-    values = [
-        loss.of(one.reshape(datum.targets.shape), as_tensors(datum.inputs, device), config)
-        for one, datum in zip(logprobs, data, strict=True)
-    ]
-    return torch.stack(values).sum()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import msgspec
@@ -36,12 +37,13 @@ Ended = list[SampledTokens] | StrettoError
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """Sequences to sample after one prompt (token ids), one for each of `seeds`."""
+    """Sequences to sample after one prompt (token ids), one for each of `seeds`. `likeliest`: number of likeliest
+    tokens to return at each sampled position."""
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
     settings: SamplingParams
-    likeliest: int = 0  # number of likeliest tokens to return at each sampled position
+    likeliest: int = 0
 
 
 @dataclass
@@ -85,7 +87,6 @@ class Sampler:
         self._slots = slots
         self._engine, self._tokenizer, self._context = engine, tokenizer, context
         self._view, self._take = view, take
-        self._model: PreTrainedModel | None = None
         self._open: OrderedDict[str, _Opened] = OrderedDict()
         self._scored, self._limit = 0, cache
 
@@ -184,8 +185,8 @@ class Sampler:
         found = np.full(len(prompt), np.nan, np.float32)
         if first < len(prompt):
             self._scored += len(prompt)
-            packed = pack_tokens([prompt], [range(first, len(prompt))], self._forward().device)
-            found[first:] = token_logprobs(self._forward(), packed, _UNCHANGED).logprobs.cpu().numpy()
+            packed = pack_tokens([prompt], [range(first, len(prompt))], self._model.device)
+            found[first:] = token_logprobs(self._model, packed, _UNCHANGED).logprobs.cpu().numpy()
         return found
 
     def likeliest(self, prompt: Sequence[int], first: int, width: int) -> Likeliest:
@@ -207,7 +208,7 @@ class Sampler:
             RefusedRequest: a token is not in the vocabulary.
         """
         wanted = torch.tensor(targets, dtype=torch.int64)
-        vocabulary = self._forward().get_output_embeddings().weight.shape[0]
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]
         if len(wrong := wanted[wanted >= vocabulary]):
             told, allowed = f"token {int(wrong[0])}", f"0 to {vocabulary - 1}, the vocabulary"
             raise RefusedRequest("target_prompt_logprobs", told, allowed)
@@ -239,7 +240,7 @@ class Sampler:
     def _rows(self, prompt: Sequence[int], first: int) -> Iterator[tuple[int, Tensor]]:
         """Yield the log-probabilities of the whole vocabulary at the positions of a prompt from `first` (at least 1)
         on, in parts: first position, and rows [at most 256, V]. So only one part is in memory."""
-        model = self._forward()
+        model = self._model
         self._scored += len(prompt)
         with torch.no_grad():
             packed = pack_tokens([prompt], [range(min(first, len(prompt)), len(prompt))], model.device)
@@ -250,10 +251,9 @@ class Sampler:
                 found = head(part).float().log_softmax(-1)
             yield first + at * _ROWS, found
 
-    def _forward(self) -> PreTrainedModel:
-        if self._model is None:
-            self._model = self._view(PACKED_ATTENTION)
-        return self._model
+    @cached_property
+    def _model(self) -> PreTrainedModel:
+        return self._view(PACKED_ATTENTION)
 
 
 def _tokens(completion: Completion, width: int) -> SampledTokens:

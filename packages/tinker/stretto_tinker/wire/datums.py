@@ -25,11 +25,12 @@ _MOST_CELLS = 1 << 22
 
 @dataclass(frozen=True)
 class Datum:
-    """One sequence to train on. Position i of `tokens` predicts row i of ``inputs["target_tokens"]``. The other inputs
-    are arrays that the loss reads, in the shape of the targets."""
+    """One sequence to train on. Position i of `tokens` [N] predicts row i of ``inputs["target_tokens"]``. The other
+    inputs are arrays that the loss reads, in the shape of the targets: [N], or [N, K] for several targets a position.
+    """
 
-    tokens: NDArray[np.int64]  # [N]
-    inputs: Mapping[str, Array]  # each [N], or [N, K] for several targets a position
+    tokens: NDArray[np.int64]
+    inputs: Mapping[str, Array]
 
     @property
     def targets(self) -> Array:

@@ -21,20 +21,20 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Computed:
-    """Result of a forward pass: log-probabilities of each datum's targets, in the order of the data, and metrics of all
-    data together, by name."""
+    """Result of a forward pass: log-probabilities of each datum's targets, [N] or [N, K], in the order of the data; and
+    metrics of all data together, by name."""
 
-    logprobs: Sequence[Floats]  # each [N] or [N, K]
+    logprobs: Sequence[Floats]
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Likeliest:
-    """The K likeliest tokens at each of N positions, the likeliest first. Empty entries hold token 0 and
-    log-probability -99999."""
+    """The K likeliest tokens at each of N positions, the likeliest first, and their log-probabilities; both [N, K].
+    Empty entries hold token 0 and log-probability -99999."""
 
-    token_ids: NDArray[np.int32]  # [N, K]
-    logprobs: Floats  # [N, K]
+    token_ids: NDArray[np.int32]
+    logprobs: Floats
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,15 @@ class SampledTokens:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Result of a request for samples; the fields about the prompt (of P tokens) are None unless requested."""
+    """Result of a request for samples. The fields about the prompt (of P tokens) are None unless requested:
+    `prompt_logprobs` [P], NaN for positions that were not scored; `target_logprobs` [P - 1, K], of the requested
+    tokens; `drawn` [P - 1, K], tokens drawn at each prompt position."""
 
     sequences: Sequence[SampledTokens]
-    prompt_logprobs: Floats | None = None  # [P], NaN for positions that were not scored
+    prompt_logprobs: Floats | None = None
     prompt_likeliest: Likeliest | None = None
-    target_logprobs: Floats | None = None  # [P - 1, K], of the requested tokens
-    drawn: Likeliest | None = None  # tokens drawn at each prompt position, [P - 1, K]
+    target_logprobs: Floats | None = None
+    drawn: Likeliest | None = None
 
 
 def encode_computed(computed: Computed) -> bytes:

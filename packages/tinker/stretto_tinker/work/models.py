@@ -219,11 +219,20 @@ class Models:
         """Apply a request that is computed in one piece (step, load, creation); returns its result as JSON. Raises
         RefusedRequest for a step without a complete gradient, and StoreError for a load of damaged weights."""
         if asked.kind == STEP:
-            metrics = self._step(live, adam_of(parse(body, OptimStep)))
+            adam = adam_of(parse(body, OptimStep))
+            if live.broken:
+                raise RefusedRequest("optim_step", live.broken, "send its data again, right, and then the step")
+            if not live.grown:
+                raise RefusedRequest("optim_step", "there is no gradient", "a forward_backward before it")
+            metrics, live.grown = live.model.optim_step(adam), False
             return msgspec.json.encode({"metrics": metrics})
         if asked.kind == LOAD:
-            told = self._load(live, parse(body, LoadWeights))
-            return msgspec.json.encode({"path": told, "model_id": asked.lane, "type": "load_weights"})
+            load = parse(body, LoadWeights)
+            place = Place.of(load.path)
+            live.model.load(self._weights.folder(place), optimizer=load.optimizer)
+            live.model.clear()
+            live.broken, live.grown = "", False
+            return msgspec.json.encode({"path": place.path, "model_id": asked.lane, "type": "load_weights"})
         assert asked.kind == CREATE
         return msgspec.json.encode({"model_id": asked.lane, "type": "create_model"})
 
@@ -238,22 +247,6 @@ class Models:
         )
         live.grown = live.grown or not job.forward_only
         return encode_computed(computed)
-
-    def _step(self, live: Live, adam: Adam) -> Mapping[str, float]:
-        if live.broken:
-            raise RefusedRequest("optim_step", live.broken, "send its data again, right, and then the step")
-        if not live.grown:
-            raise RefusedRequest("optim_step", "there is no gradient", "a forward_backward before it")
-        metrics = live.model.optim_step(adam)
-        live.grown = False
-        return metrics
-
-    def _load(self, live: Live, body: LoadWeights) -> str:
-        place = Place.of(body.path)
-        live.model.load(self._weights.folder(place), optimizer=body.optimizer)
-        live.model.clear()
-        live.broken, live.grown = "", False
-        return place.path
 
     def snapshot_if_due(self, live: Live, id: str, *, now: bool = False) -> None:
         """Write a snapshot if it is due, or at once with `now`. It is due once the computation since the last one has

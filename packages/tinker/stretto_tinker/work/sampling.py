@@ -126,8 +126,9 @@ class Engines:
         return self._engines.pop(lane)
 
     def _reused(self, folder: Path | None) -> Sampler | None:
-        """Take the least recently used engine out and give it the weights in `folder`, if at least three are idle. None
-        if fewer are, for the base model (`folder` None), and if its weights have another shape: then it is gone."""
+        """Take the least recently used idle engine out and give it the weights in `folder`, if at least three are idle.
+        None if fewer are, for the base model (`folder` None), and if its weights have another shape: then it is
+        gone."""
         idle = [lane for lane, engine in self._engines.items() if engine.idle and lane.weights]
         if len(idle) < _FEWEST_IDLE or folder is None:
             return None

@@ -115,13 +115,14 @@ class NextPrompt:
 
 @dataclass(frozen=True)
 class CompletedTurn:
-    """A turn with its reply, which later prompts can continue. `live`: False for a turn of an earlier process that no
-    client has requested again; a request that differs from such a turn begins no branch."""
+    """A turn with its reply, the last message of `history`, which later prompts can continue. `tokens`: of the whole
+    history, up to the last sampled token. `live`: False for a turn of an earlier process that no client has requested
+    again; a request that differs from such a turn begins no branch."""
 
     id: str
-    history: History  # the last message is the reply
+    history: History
     tools: tuple[Tool, ...]
-    tokens: Tokens  # token ids of the whole history, up to the last sampled token
+    tokens: Tokens
     live: bool = True
 
 

@@ -36,7 +36,7 @@ class ToolCall(Record, frozen=True):
 
 class Message(Record, frozen=True):
     """One message. Only the assistant has `reasoning` and `calls`. Only a tool has `call_id`: id of the call whose
-    result is `text`.
+    result is `text`. `name`: of the author, or of the tool.
 
     Example: ``Message("assistant", "", reasoning="small numbers", calls=(ToolCall(...),))``
     """
@@ -46,7 +46,7 @@ class Message(Record, frozen=True):
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
     call_id: str = ""
-    name: str = ""  # of the author, or of the tool
+    name: str = ""
 
 
 class Tool(Record, frozen=True):
@@ -65,7 +65,10 @@ class Tool(Record, frozen=True):
 
 
 class SamplingOptions(Record, frozen=True):
-    """Sampling options of a request. None leaves an option to the session or the server. `stop`: stop texts."""
+    """Sampling options of a request. None leaves an option to the session or the server. `stop`: stop texts.
+    `tool_choice`: "auto", "none", "required", or the name of a tool. `parallel_calls`: a message may have several
+    calls. `json`, `schema`: the text must be a JSON object, with this JSON schema. `logprobs`: number of likeliest
+    tokens to report for each token; None: no log-probabilities at all."""
 
     max_tokens: int | None = None
     temperature: float | None = None
@@ -74,11 +77,11 @@ class SamplingOptions(Record, frozen=True):
     min_p: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    tool_choice: str = "auto"  # or "none", "required", or the name of a tool
+    tool_choice: str = "auto"
     parallel_calls: bool = True
-    json: bool = False  # the text must be a JSON object
-    schema: Mapping[str, Any] | None = None  # JSON schema of that object
-    logprobs: int | None = None  # number of top log-probabilities for each token; None: no log-probabilities
+    json: bool = False
+    schema: Mapping[str, Any] | None = None
+    logprobs: int | None = None
 
 
 class ChatRequest(Record, frozen=True):
@@ -127,7 +130,7 @@ class SampledTurn(Record, frozen=True):
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     reasoning_tokens: int = 0
-    tokens: tuple[SampledToken, ...] = ()  # empty unless the request wants log-probabilities
+    tokens: tuple[SampledToken, ...] = ()
 
 
 class Match(enum.Enum):
