@@ -36,7 +36,7 @@ class WorkflowTask(Record, frozen=True):
     messages: tuple[ChatMessage, ...] = ()
     fields: Mapping[str, Any] = {}
     seed: int = 0
-    member: int = 0  # index of the trajectory in its group
+    member: int = 0
     group_seed: int = 0  # the same for all trajectories of the group; 0 for an agent
 
 

@@ -8,7 +8,7 @@ import logging
 import secrets
 import sqlite3
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
@@ -38,7 +38,7 @@ class Changes:
     """Wakes handlers that wait for a request to be settled (done or failed)."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, list[asyncio.Future[None]]] = {}
+        self._waiting = defaultdict[str, list[asyncio.Future[None]]](list)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -61,17 +61,12 @@ class Changes:
         """Wait until a request is settled from now on, at most `seconds`; returns in either case. `key`: id of the
         request, or of a lane (a model or sampler) for any of its requests."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(key, []).append(future)
+        self._waiting[key].append(future)
         try:
-            async with asyncio.timeout(seconds):
-                await future
-        except TimeoutError:
-            pass
+            await asyncio.wait([future], timeout=seconds)
         finally:
-            if key in self._waiting and future in self._waiting[key]:
-                self._waiting[key].remove(future)
-                if not self._waiting[key]:
-                    del self._waiting[key]
+            if left := [one for one in self._waiting.pop(key, ()) if one is not future]:
+                self._waiting[key] = left
 
 
 class Service:

@@ -16,8 +16,6 @@ _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Far = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]  # number of a request of a sampler, or a cursor
 _NOTHING = frozenset({b"null", b"false", b"0", b"0.0", b"[]", b"{}", b'""'})
-
-
 #: States that a client may report for the end of its session.
 FINISHED = frozenset({"success", "errored", "interrupted"})
 #: Lifetime of a checkpoint in seconds: an hour to ten years.

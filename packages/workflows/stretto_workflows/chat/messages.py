@@ -118,11 +118,12 @@ class SampledToken(Record, frozen=True):
 
 
 class SampledTurn(Record, frozen=True):
-    """One sampled message, from which a dialect writes its reply. `stop`: the stop text that ended it, which is not
-    part of the message; "": none. `reasoning_tokens` are among the `sampled_tokens`."""
+    """One sampled message, from which a dialect writes its reply. `id`: letters and digits; equal when the turn is
+    replayed. `created`: Unix time. `stop`: the stop text that ended it, which is not part of the message; "": none.
+    `reasoning_tokens` are among the `sampled_tokens`. `tokens`: empty unless the request wants log-probabilities."""
 
-    id: str  # letters and digits; equal when the turn is replayed
-    created: int  # seconds since 1970
+    id: str
+    created: int
     model: str
     message: Message
     stop_reason: StopReason
@@ -134,10 +135,11 @@ class SampledTurn(Record, frozen=True):
 
 
 class Match(enum.Enum):
-    """How well two messages match, from best to worst."""
+    """How well two messages match, from best to worst. EQUAL_AS_JSON: the arguments of calls differ in spelling
+    only."""
 
     EQUAL = "equal"
-    EQUAL_AS_JSON = "equal as JSON"  # the arguments of calls differ in spelling only
+    EQUAL_AS_JSON = "equal as JSON"
     DIFFERENT = "different"
 
 

@@ -96,9 +96,8 @@ def _told(alike: Sequence[Sequence[Problem]]) -> Iterator[Problem]:
         if count <= _SAME:
             yield from same
         else:
-            yield Problem(
-                first.place, first.found, "; ".join(filter(None, (first.remedy, f"and {count - 1} more rows")))
-            )
+            remedy = "; ".join(filter(None, (first.remedy, f"and {count - 1} more rows")))
+            yield Problem(first.place, first.found, remedy)
 
 
 def mistake(place: str, found: str, remedy: str = "") -> DataError:
