@@ -33,7 +33,7 @@ _multiply = body(panels._multiply)
 @inlined
 def _embed(ids: Any, weight: Any, out: Any, rows: Any, width: Any, vocabulary: Any, half: Any) -> None:
     """Copy the rows `ids` of a weight to `out`; NaN for an id outside the vocabulary. Tensors are given by address.
-    `half`: as for `run`."""
+    `half`: None for float32, 1 for bfloat16."""
     tokens, size = integers(ids, rows), width * (4 if half is None else 2)
     for row in range(rows):
         known = 0 <= tokens[row] < vocabulary
@@ -67,7 +67,8 @@ def _attend_buckets(step: Any, at: Any, table: Any, ends: Any, start: Any, half:
 
 @inlined
 def _execute(step: Any, at: Any, begin: Any, rows: Any, half: Any) -> None:
-    """Execute a step that is no attention for `rows` tokens from token `begin` on. `at`, `half`: as for `run`."""
+    """Execute a step that is no attention for `rows` tokens from token `begin` on. `at`: addresses by place. `half`:
+    None for float32, 1 for bfloat16."""
     op, n, m, k = step[0], step[6], step[7], step[8]
     size, eps = 4 if half is None else 2, np.int32(k).view(np.float32)
     skipped = begin * size * n * (m if op == ROTATE else 1)

@@ -266,8 +266,9 @@ class WorkflowGroups:
     async def member(
         self, id: str, prompt: Prompt, member: int, seed: int, *, group_seed: int | None = None
     ) -> Trajectory:
-        """Run the workflow for the member with this index in a group; returns its trajectory (see `WorkflowPool.run`).
-        `id`, `seed`: of the trajectory. `group_seed`: None: `seed`, of a member that is compared with no other."""
+        """Run the workflow for the member with this index in a group; returns its trajectory, undecided if the workflow
+        fails. `id`, `seed`: of the trajectory. `group_seed`: None: `seed`, of a member that is compared with no other.
+        """
         session = self.open_session(id, prompt.token_ids, seed)
         task = task_of(self.questions, prompt, member, seed, seed if group_seed is None else group_seed)
         rendering = self.services.template if self.questions.is_chat(prompt) else None

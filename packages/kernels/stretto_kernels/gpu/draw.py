@@ -114,7 +114,7 @@ def _narrowed(
     PARTS: tl.constexpr,
 ) -> Any:
     """The range of a row after a round: its lowest number, which leaves enough; the number after its last; and how many
-    tokens, or how much weight, are wanted. `parts`, `PARTS`: as in `_top`."""
+    tokens, or how much weight, are wanted. `parts`: number of parts of a row; `PARTS`: rounded up to a power of two."""
     low, high = tl.load(ranges_R3 + row * 3).to(tl.int64), tl.load(ranges_R3 + row * 3 + 1).to(tl.int64)
     wanted = tl.load(ranges_R3 + row * 3 + 2)
     places_P, ways_K = tl.arange(0, PARTS), tl.arange(0, WAYS)

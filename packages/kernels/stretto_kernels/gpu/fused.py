@@ -267,7 +267,9 @@ def enter_rotated(
         query, key: heads of the slots' dtype, as `value`.
         value: [1, K, T, D].
         cos, sin: [1, T, D].
-        slots_R4, writes_W3: as in `gpu.attention.write_rows`; `writes_W3` has every token once.
+        slots_R4: int64, for each row: address of its keys, address of its values, and the stride between heads, in
+            elements; the fourth number is not read.
+        writes_W3: int64 (token, row, position in the slot); has every token once.
     """
     (asked, query_weight, query_eps), (keys, key_weight, key_eps) = query, key
     asked, keys, values = (_heads(x)[0] for x in (asked, keys, value.transpose(1, 2)))

@@ -78,7 +78,7 @@ class TableRows:
     """All rows of a step as a table of slots; implements `stretto_kernels.steps.trace.Attends`.
 
     `start`: index of the first newest token among the packed tokens. `dtype`: of the KV cache. `slots`: [Z, R, 4] the
-    table "rows" (`slots_of`), for each layer. `writes`: [W, 3], as in `gpu.attention.write_rows`. `chunks`: by
+    table "rows" (`slots_of`), for each layer. `writes`: [W, 3] packed token, row, position in the slot. `chunks`: by
     attention window, items and bounds of `Chunks`.
     """
 

@@ -212,7 +212,8 @@ class _Product(NamedTuple):
 def join_products(graph: Graph, constants: dict[Node, Any]) -> None:
     """Replace products of the same input by one product with the matrices beside each other, in place. The parameters
     become views of the joint matrix, so numbers that are copied into them arrive there, and nothing is held twice. A
-    parameter that is used twice is left alone. `constants`: as for `fuse`; joint matrices are added."""
+    parameter that is used twice is left alone. `constants`: parameters and other constants by their placeholder node;
+    joint matrices are added."""
     by_input: dict[tuple[Any, ...], list[_Product]] = defaultdict(list)
     for node in graph.find_nodes(op="call_function", target=functional.linear):
         if (product := _product(node, constants)) is not None:

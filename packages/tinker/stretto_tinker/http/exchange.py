@@ -87,7 +87,7 @@ class Call:
         """Read the body and decode it as a record of the type `kind`.
 
         Raises:
-            NotServed: as for `body`.
+            NotServed: 413, 408 or 415 for a body that is too large, too slow or compressed.
             RefusedRequest: it is not JSON, or a field is wrong.
         """
         return parse(await self.body(), kind)

@@ -102,7 +102,8 @@ class Service:
         return owner
 
     def knows(self, name: str | None) -> None:
-        """Check that a request names the served base model, by its name or folder, or none (None).
+        """Check that a request names the served base model, by its name or folder (what follows a ":" is ignored), or
+        none (None).
 
         Raises:
             NotServed: 404 if it names another one.

@@ -78,8 +78,9 @@ class Training:
     def _accept(
         self, call: Call, model: str, seq: int | None, kind: str, raw: bytes, *, said: bytes | None = None
     ) -> Response:
-        """Record a training request and queue it; returns the reply with its id. Raises RefusedRequest for one without
-        a number (`seq`), and NotServed as `Service.accept` and if too many wait. `said`: as there."""
+        """Record a training request and queue it; returns the reply with its id. `said`: the body that the client sent,
+        by which a retry is recognized; None: `raw`. Raises RefusedRequest for one without a number (`seq`), and
+        NotServed: 422 if a different request has it, 429 if too many wait or the record cannot be written."""
         if seq is None:
             raise RefusedRequest("seq_id", str(seq), "1, 2, ... in the order of the requests of a model")
         if self._service.worker.crowded(call.owner, model, seq):

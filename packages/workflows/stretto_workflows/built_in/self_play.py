@@ -32,8 +32,8 @@ class SelfPlay(Workflow):
         return [asked, self._again.replace("{criticism}", "")]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Run one trajectory; returns the reward of the last answer, and `by_turn` (see the class). `named`: reward of
-        the "first" and of the "last" answer."""
+        """Run one trajectory; returns the reward of the last answer. `by_turn`: the same for each answer, and for each
+        criticism the gain that follows it. `named`: reward of the "first" and of the "last" answer."""
         reply = await chat.generate()
         scores = [await chat.score(reply.text)]
         answers, critics = [reply.node], list[int]()

@@ -146,8 +146,8 @@ class Bridge:
         self._started: dict[tuple[History, bytes], NextPrompt] = {}
 
     def next(self, history: History, tools: tuple[Tool, ...]) -> NextPrompt:
-        """Make the prompt for the reply to `history`, the messages of a request with these `tools`. Nothing is changed
-        (see `begin`).
+        """Make the prompt for the reply to `history`, the messages of a request with these `tools`. The bridge does not
+        change; `begin` and `add` tell it what becomes of the prompt.
 
         Raises:
             DataError: the template refuses the messages, or the tokenizer does not know a character.

@@ -163,7 +163,7 @@ def _short(line: str, place: str) -> str:
 
 def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> list[Read]:
     """Parse each non-blank line of a file as a JSON object, and call ``read(object, line number, place)`` with it;
-    returns the results, in order. As `read_lines`.
+    returns the results, in order. `place` is "path:number". The mistakes of all lines are raised together.
 
     Raises:
         DataError: the file is missing, has no line, or is not text, or some of its rows are invalid.

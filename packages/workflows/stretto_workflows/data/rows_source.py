@@ -76,7 +76,7 @@ def questions(source: RowsSource) -> tuple[list[Question], list[Question], list[
 
 
 def _numbered(source: RowsSource) -> Iterator[tuple[str, tuple[int, Any]]]:
-    """The first `source.rows` rows as (place, (number from 1, function that parses the row))."""
+    """The first `source.rows` rows (None: all) as (place, (number from 1, function that parses the row))."""
     numbered = ((where, (number, row)) for number, (where, row) in enumerate(rows_of(source), start=1))
     return islice(numbered, source.rows)
 
