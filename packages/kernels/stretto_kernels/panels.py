@@ -243,9 +243,9 @@ def _multiply(x: Any, weight: Any, bias: Any, out: Any, rows: Any, depth: Any, w
     size, panels = 2 if half else 4, (width + WIDE - 1) // WIDE
     panel, added, spare = WIDE * depth * size, _biases(bias, panels, width, half), np.empty(ROWS * WIDE, np.float32)
     wide = np.empty(min(rows, _BLOCK) * depth if kind == WIDENED else 0, np.float32)
-    stride_in = depth * (2 if kind == PAIRED else 4)
+    gap = depth * (2 if kind == PAIRED else 4)  # bytes from one row of inputs to the next
     for first in range(0, rows, _BLOCK):
-        end, inputs = min(first + _BLOCK, rows), x + first * stride_in
+        end, inputs = min(first + _BLOCK, rows), x + first * gap
         if kind == WIDENED:
             narrow = halves(x, rows * depth)
             for n in range(U((end - first) * depth)):
@@ -254,30 +254,16 @@ def _multiply(x: Any, weight: Any, bias: Any, out: Any, rows: Any, depth: Any, w
         tiles, place = (end - first + ROWS - 1) // ROWS, 0
         while place < panels:
             many = rows == 1 and (place + MANY) * WIDE <= width
-            now, row, bias_of_panel = weight + place * panel, first, np.int64(added.ctypes.data) + place * WIDE * 4
+            now, row, added_at = weight + place * panel, first, np.int64(added.ctypes.data) + place * WIDE * 4
             for left in range(tiles, 0, -1):
                 count = (end - row + left - 1) // left  # tiles of about equal height
-                at, to = inputs + (row - first) * stride_in, out + (row * width + place * WIDE) * size
+                at, to = inputs + (row - first) * gap, out + (row * width + place * WIDE) * size
                 ahead, pace, whole = now + panel + (tiles - left) * (panel // tiles), WIDE * size * step // tiles, True
                 stride = width * size
                 if (place + 1) * WIDE > width:
                     to, stride, whole = np.int64(spare.ctypes.data), WIDE * size, False
-                tile(
-                    (
-                        0 if many else count,
-                        kind,
-                        at,
-                        stride_in,
-                        now,
-                        panel,
-                        depth // step,
-                        bias_of_panel,
-                        to,
-                        stride,
-                        ahead,
-                        pace,
-                    )
-                )
+                high = 0 if many else count
+                tile((high, kind, at, gap, now, panel, depth // step, added_at, to, stride, ahead, pace))
                 if not whole:
                     _cut(to, out + row * width * size, count, width, place * WIDE, half)
                 row += count

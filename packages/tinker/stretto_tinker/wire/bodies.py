@@ -22,7 +22,13 @@ FINISHED = frozenset({"success", "errored", "interrupted"})
 Lifespan = Annotated[int, msgspec.Meta(ge=3_600, le=10 * 366 * 86_400)]
 
 
-class OpenSession(msgspec.Struct, frozen=True):
+class _Typed(msgspec.Struct, frozen=True, kw_only=True):
+    """A body that may name its `type`, which is ignored."""
+
+    type: str = ""
+
+
+class OpenSession(_Typed, frozen=True):
     """Body of ``create_session``. `display_name`: what the client calls it. `project_id`: refused if it is not None"""
 
     tags: list[str] = []
@@ -30,7 +36,6 @@ class OpenSession(msgspec.Struct, frozen=True):
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
-    type: str = ""
 
 
 class _SearchOwner(msgspec.Struct, frozen=True):
@@ -83,11 +88,10 @@ def _is_in_state(ended: str | None, state: _SearchStatus) -> bool:
     return state.type == "active" and ended is None
 
 
-class OfSession(msgspec.Struct, frozen=True):
+class OfSession(_Typed, frozen=True):
     """Body of ``session_heartbeat``: the client is alive"""
 
     session_id: str
-    type: str = ""
 
 
 class EndReason(msgspec.Struct, frozen=True):
@@ -121,7 +125,7 @@ class OptimizerKind(msgspec.Struct, frozen=True):
     version: int = 1
 
 
-class CreateModel(msgspec.Struct, frozen=True):
+class CreateModel(_Typed, frozen=True):
     """Body of ``create_model``. `model_seq_id`: number of the model in its session. `lora_config`: None: all weights
     are trained"""
 
@@ -131,14 +135,12 @@ class CreateModel(msgspec.Struct, frozen=True):
     user_metadata: Metadata = None
     lora_config: Lora | None = None
     optimizer_config: OptimizerKind = OptimizerKind()
-    type: str = ""
 
 
-class OfModel(msgspec.Struct, frozen=True):
+class OfModel(_Typed, frozen=True):
     """Body of ``get_info``"""
 
     model_id: str
-    type: str = ""
 
 
 class Adam(msgspec.Struct, frozen=True):
@@ -152,14 +154,13 @@ class Adam(msgspec.Struct, frozen=True):
     grad_clip_norm: float = 0.0
 
 
-class OptimStep(msgspec.Struct, frozen=True):
+class OptimStep(_Typed, frozen=True):
     """Body of ``optim_step``. `seq_id`: number of the request for its model; None is refused"""
 
     model_id: str
     adam_params: dict[str, Any] | None = None  # of `Adam`; NaN arrives as null
     optimizer_params: dict[str, Any] | None = None
     seq_id: Count | None = None
-    type: str = ""
 
 
 class Numbered(msgspec.Struct, frozen=True):
@@ -169,7 +170,7 @@ class Numbered(msgspec.Struct, frozen=True):
     seq_id: Count | None = None
 
 
-class SaveWeights(msgspec.Struct, frozen=True):
+class SaveWeights(_Typed, frozen=True):
     """Body of ``save_weights``, ``save_weights_for_sampler`` and ``save_weights_external``
 
     `path`: name of the checkpoint. None, for a sampler only: the weights get no name, and a sampling session with the
@@ -186,10 +187,9 @@ class SaveWeights(msgspec.Struct, frozen=True):
     sampling_session_seq_id: Count | None = None
     kind: str = "snapshot"
     age_encryption_recipients: list[str] | None = None
-    type: str = ""
 
 
-class LoadWeights(msgspec.Struct, frozen=True):
+class LoadWeights(_Typed, frozen=True):
     """Body of ``load_weights``, into an existing model (`model_id`) or a new one (`session_id` and `model_seq_id`)
 
     `path`: of the checkpoint, ``tinker://...``. `optimizer`: load the optimizer state too; otherwise it is reset.
@@ -205,10 +205,9 @@ class LoadWeights(msgspec.Struct, frozen=True):
     user_metadata: Metadata = None
     optimizer_config: OptimizerKind | None = None
     weights_access_token: str | None = None
-    type: str = ""
 
 
-class OpenSampler(msgspec.Struct, frozen=True):
+class OpenSampler(_Typed, frozen=True):
     """Body of ``create_sampling_session``. `sampling_session_seq_id`: its number in the session. `model_path`:
     ``tinker://...``; None: the base model"""
 
@@ -216,14 +215,12 @@ class OpenSampler(msgspec.Struct, frozen=True):
     sampling_session_seq_id: Count
     base_model: str | None = None
     model_path: str | None = None
-    type: str = ""
 
 
-class JoinSampler(msgspec.Struct, frozen=True):
+class JoinSampler(_Typed, frozen=True):
     """Body of ``join_sampling_session``: a further client samples in it, with request numbers of its own"""
 
     sampling_session_id: str
-    type: str = ""
 
 
 class TextChunk(msgspec.Struct, frozen=True):
@@ -274,7 +271,7 @@ class TargetIds(msgspec.Struct, frozen=True):
     sparse_col_indices: list[int] | None = None
 
 
-class Sample(msgspec.Struct, frozen=True):
+class Sample(_Typed, frozen=True):
     """Body of ``asample``. `seq_id`: number of the request in its sampling session. The fields from `prompt_logprobs`
     on ask for log-probabilities and likeliest tokens, of the prompt or of the samples (`topk_sample_logprobs`)"""
 
@@ -292,7 +289,6 @@ class Sample(msgspec.Struct, frozen=True):
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
-    type: str = ""
 
 
 class OfRequest(msgspec.Struct, frozen=True):
@@ -303,13 +299,12 @@ class OfRequest(msgspec.Struct, frozen=True):
     allow_metadata_only: bool = False
 
 
-class _OfSampler(msgspec.Struct, frozen=True):
+class _OfSampler(_Typed, frozen=True):
     """Selects the requests of one client of a sampling session. `cloned_sampler_id`: number of the client: 0 for the
     one that opened it, else that of the reply to ``join_sampling_session``."""
 
     sampling_session_id: str
     cloned_sampler_id: Count = 0
-    type: str = ""
 
 
 class RetrieveFutures(msgspec.Struct, frozen=True):
