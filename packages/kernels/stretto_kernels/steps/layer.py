@@ -192,8 +192,9 @@ def _forward(
     """The forward of a fused layer; its `own` for other callers than the packed path, for other dtypes, and for a layer
     that got adapters or hooks since."""
     packing, angles = given.get("packing"), given.get("position_embeddings")
-    alone = packing is None or angles is None or given.get("part") is not None
-    if alone or not _suits(hidden_states, angles[0]) or _changed(layer):
+    if packing is None or angles is None or given.get("part") is not None:
+        return own(hidden_states, *others, **given)
+    if not _suits(hidden_states, angles[0]) or _changed(layer):
         return own(hidden_states, *others, **given)
     attention, mlp, x = module.self_attn, module.mlp, hidden_states.flatten(0, 1).contiguous()
     query, key, value, stream = _Before.apply(  # type: ignore[no-untyped-call]
