@@ -197,7 +197,7 @@ def test_log_probabilities_of_a_long_prompt_are_made_a_part_at_a_time(
     monkeypatch.setattr(sampler_module, "_ROWS", 4)
     sampler, calls = backend.sampled(None), list[int]()
     whole = sampler.likeliest(_PROMPT * 5, 1, 3)
-    head = sampler._forward().get_output_embeddings()
+    head = sampler._model.get_output_embeddings()
     hook = head.register_forward_hook(lambda module, given, found: calls.append(len(given[0])))
     rows = sampler._rows(_PROMPT * 5, 1)
     next(rows)
