@@ -259,7 +259,7 @@ def test_a_name_that_leads_nowhere_is_refused_with_the_recipe(broken: Path, key:
 
 
 def test_a_module_name_that_is_too_long_for_a_file_is_refused_with_the_recipe() -> None:
-    with pytest.raises(RecipeError, match="algorithm.loss: cannot import 'aaa"):
+    with pytest.raises(RecipeError, match=r"algorithm\.loss: cannot import 'aaa"):
         load_recipe(TINY, [f"algorithm.loss={'a' * 300}:loss"])
 
 
