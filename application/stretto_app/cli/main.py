@@ -144,7 +144,7 @@ app.command()(plan)
 @app.command()
 def sft(
     recipe: RecipeFile,
-    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The folder of the trained policy.")],
+    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The folder to create for the trained policy.")],
     overrides: Overrides = None,
 ) -> None:
     """Train on the recipe's demonstrations (its [warm_start]), and write a Hugging Face folder."""
@@ -161,7 +161,7 @@ def sft(
 @app.command()
 def dpo(
     recipe: RecipeFile,
-    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The folder of the trained policy.")],
+    out: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="The folder to create for the trained policy.")],
     overrides: Overrides = None,
 ) -> None:
     """Train on the recipe's preference pairs (its [preferences]) by DPO, and write a Hugging Face folder."""

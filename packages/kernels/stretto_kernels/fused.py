@@ -5,7 +5,8 @@
     gate      out = silu(gate) · up                                      in place of two calls
 
 Numbers are rounded at the same points as by torch's calls, so in bfloat16 the results equal the module's except for the
-order of sums. `steps.trace` puts the loops into a traced forward.
+order of sums. `steps.trace` puts the loops into a traced forward. The tensors of a call must be on the CPU and all in
+float32 or all in bfloat16, weights contiguous; nothing here checks this.
 
 Axes: T token, N width of the model, H head, D width of a head.
 """

@@ -68,7 +68,8 @@ class _Histories:
             self.hold(deepcopy(list(task.messages)), PROMPT)
 
     def hold(self, messages: list[ChatMessage], node: int) -> None:
-        """Add a history that ends with the turn `node`; PROMPT: with the task's messages."""
+        """Add a history that ends with the turn `node`; PROMPT: with the task's messages. `messages` is kept, not
+        copied: nothing may change it later."""
         self._known.insert(0, (messages, node))
 
     def find(self, messages: Sequence[ChatMessage]) -> tuple[list[ChatMessage], int]:

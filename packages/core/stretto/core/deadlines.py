@@ -19,7 +19,7 @@ _LOOKS = 6  # progress checks within the limit of a standstill
 @dataclass(frozen=True, eq=False)
 class Wait:
     """An open wait of `owner` for `awaited`. `seconds`: its limit; `since`: its start, on the event loop's clock;
-    `works`: as that of `waiting`, `bool` returns False."""
+    `works`: while it returns True, the run counts as moving (`waiting`); the default always returns False."""
 
     owner: str
     awaited: str

@@ -83,7 +83,7 @@ def encoded(value: object) -> bytes:
 
     Raises:
         msgspec.MsgspecError: it cannot be decoded: a number is outside of its range, or is not finite, which JSON does
-            not know, and the type of its field has no None.
+            not know, outside of records' fields whose type has None (it becomes None there).
         UnicodeEncodeError: a text has a lone surrogate.
     """
     text = msgspec.json.encode(value)

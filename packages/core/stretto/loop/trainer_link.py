@@ -306,8 +306,8 @@ class TrainerLink:
 
     async def _death(self, how: str) -> RoleDied:
         """Return the error of a trainer whose process ended (`how`: "was killed by SIGKILL") with no order open. Waits
-        a second for its last message. If that names a rank that was lost, this is the reason, otherwise `how` is.
-        Raises RoleFailed if the message says that the trainer cannot continue."""
+        a second for its last message: `Failed` is handled by `_failure`, which may raise RoleFailed; if it names a rank
+        that was lost, this is the reason. Without such a message, `how` is."""
         reply = None
         if self._replies is not None:
             with contextlib.suppress(RoleError):  # no message

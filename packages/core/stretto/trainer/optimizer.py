@@ -393,7 +393,7 @@ def _adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
 @torch.no_grad()
 def clip(parameters: Sequence[Tensor], most: float) -> float:
     """Clip the gradients of `parameters` in place to a global norm of at most `most`, over all parameters and ranks;
-    returns the norm before clipping, which may not be finite. All ranks must call it."""
+    returns the norm before clipping. If that is not finite, the gradients must not be used. All ranks must call it."""
     groups = by_mesh(parameters)
     if len(groups) == 1:
         norm = nn.utils.get_total_norm([one.grad for one in parameters if one.grad is not None])

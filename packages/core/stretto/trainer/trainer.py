@@ -174,9 +174,9 @@ class Trainer:
     def copied(
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Callable[[], tuple[Canary | None, Span]]:
-        """Start to copy the policy as `version`: all parameters, or only the adapters if it has any. Returns a function
-        that publishes the copy. It may run in any thread while training continues; the next optimizer step waits only
-        until the copy is complete.
+        """Start to copy the policy as the trainer's own `version`: all parameters, or only the adapters if it has any.
+        Returns a function that publishes the copy by `publisher`, with its errors. It may run in any thread while
+        training continues; the next optimizer step waits only until the copy is complete.
 
         The function returns a canary and the span of the writing. The canary has the log-probabilities of `text` (token
         ids) and the digests of the tensors, by which engines prove the version; it is None without a text. `held`:

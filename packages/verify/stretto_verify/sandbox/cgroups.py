@@ -91,8 +91,8 @@ def remove_groups_of(process: int) -> None:
 
 
 def find_hierarchies(proc: Path = Path("/proc/self")) -> list[Hierarchy]:
-    """Folders in which groups for memory and processes can be created: below the group of this process, else at the
-    visible root. `proc`: the folder with the kernel's files `cgroup` and `mounts`.
+    """Folders for groups of memory and processes: that of this process's group, else the visible root. Whether this
+    process may create groups there is not checked. `proc`: the folder with the kernel's files `cgroup` and `mounts`.
 
     Raises:
         OSError: there are none.

@@ -94,7 +94,7 @@ class _Exchange:
 
 
 class EngineApp:
-    """The ASGI application of an engine, with one method per endpoint of `engine.wire`."""
+    """ASGI application of an engine, with one method per endpoint of `engine.wire`. `body`: a request in msgpack."""
 
     def __init__(self, backend: Backend, largest: int = LARGEST_BODY, key: str = "") -> None:
         """`largest`: most bytes of a request body. `key`: secret that clients must send; "" for a private socket."""
@@ -166,7 +166,7 @@ class EngineApp:
         return await self._backend.health()
 
     async def partials(self, body: bytes) -> Partials:
-        """Tokens of unfinished completions beyond the tokens that the client knows."""
+        """Answer a `PartialsRequest`: the tokens of unfinished completions beyond those that the client knows."""
         return self._backend.partials(_PARTIALS.decode(body).known)
 
     async def score(self, body: bytes) -> list[tuple[float, ...]]:

@@ -85,8 +85,8 @@ def _share(config: EngineConfig, seat: Seat | None) -> float:
 
 
 def _evidence(recipe: Recipe) -> Evidence:
-    """Return which tokens' recorded log-probabilities judge an engine: not all if it keeps its KV cache over updates,
-    since the trainer cannot compute the same ones."""
+    """Return which tokens' recorded log-probabilities judge an engine. If it keeps its KV cache over updates, these are
+    not all, since the trainer cannot compute the same ones: a native engine's "uninterrupted" ones, else "none"."""
     if recipe.engine.on_update == "recompute":
         return "all"
     return "uninterrupted" if recipe.engine.kind == "native" else "none"

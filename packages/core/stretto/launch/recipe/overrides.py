@@ -162,7 +162,8 @@ def named_reward(function: Callable[..., object]) -> dict[str, str]:
 
 
 def _imported_as(module: ModuleType, path: Path) -> str:
-    """Return the name by which another process can import the module; for a script, the name of its file."""
+    """Return the name by which another process can import the module; for a script, the name of its file `path` without
+    ``.py``."""
     if module.__name__ != "__main__":
         return module.__name__
     return module.__spec__.name if module.__spec__ is not None else path.stem

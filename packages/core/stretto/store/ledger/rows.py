@@ -133,9 +133,9 @@ class LiveRow:
     """Row of a trajectory that is in flight or buffered. The ledger keeps such rows in memory; a flush writes the
     changed ones to the file."""
 
-    key: int
-    group_key: int
-    member: int
+    key: int  # of the row in the table ``trajectories``
+    group_key: int  # of its group's row in the table ``groups``
+    member: int  # number in the group, from 0
     state: State = State.IN_FLIGHT
     reason: str = ""
     trained_step: int | None = None
@@ -176,8 +176,8 @@ class LiveRow:
 
     @classmethod
     def restored(cls, columns: tuple[object, ...]) -> LiveRow:
-        """Restore a row from its `columns`, in the order of the table ``trajectories``. Raises StoreError if the row is
-        damaged: the checksum does not match."""
+        """Restore a live row from its `columns`, in the order of the table ``trajectories``; `journaled` and the calls
+        keep their defaults. Raises StoreError if the row is damaged: the checksum does not match."""
         key, group_key, member, state, reason, _, *outcome, sealed = columns
         check(sealed, seal(*columns[:-1]), f"row {key} of trajectories")
         assert isinstance(key, int)

@@ -76,7 +76,8 @@ class RunProgress:
         yield 6, f"stale {brief(metrics.staleness_mean)}{bound}"
 
     def _work(self, metrics: StepMetrics) -> Iterator[tuple[int, str]]:
-        """Yield the parts of the line about engines, trainer, and another role if it is busier than both."""
+        """Yield the parts of the line about engines, trainer, and another role if it is busier than both; each with its
+        number, by which `line` leaves parts out."""
         busy = {role: share for role, share in metrics.busy.items() if share is not None}
         engines = [share for role, share in busy.items() if role.startswith(_ENGINE)]
         rates = self.rates()

@@ -441,7 +441,7 @@ def _bare(text: str) -> str:
 
 def _letter(text: str) -> FinalAnswer | None:
     """Letter of the choice in the last sentence that has one: "so I think it's B, not A". None if no sentence has one,
-    a later one has a number or formula, or there are several choices."""
+    that one or a later one has a number or formula, or it has several choices."""
     for sentence in reversed(_SENTENCES.split(text)):
         if re.search(r"[0-9$\\]", sentence):
             return None

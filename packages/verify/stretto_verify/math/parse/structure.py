@@ -143,7 +143,7 @@ def accounts_for(given: Node, text: str) -> bool:
 
 
 def texts(given: Node) -> list[str]:
-    """Texts of all parts of a structure, such as LaTeX, units and words."""
+    """Texts of all parts of a structure, in order: LaTeX of numbers, units, words, letters. Some may be empty."""
     match given:
         case Scalar(latex=latex, unit=unit, beside=beside):
             return [latex, unit, *beside]
