@@ -179,9 +179,10 @@ class StudyProgress:
 async def conduct(
     study: Study, folder: StudyFolder, runner: TrainProcesses, say: Say, jobs: int | None = None
 ) -> StudyProgress:
-    """Train the unfinished runs of a study by `runner`, `jobs` at the same time (None: as many as the cores carry),
-    until all have ended or a signal stops them; return what became of them. A run whose folder cannot be read counts as
-    failed; the folder is not changed. `say` gets lines of progress."""
+    """Train the unfinished runs of a study by `runner`, `jobs` at the same time (None: as many as the cores carry; one
+    after the other if any uses a GPU or a fixed port), until all have ended or a signal stops them; return what became
+    of them. A run whose folder cannot be read counts as failed; the folder is not changed. `say` gets lines of
+    progress."""
     stop, progress, waiting = StopSignal(), StudyProgress(), deque[PlannedRun]()
     for run in study.runs:
         try:

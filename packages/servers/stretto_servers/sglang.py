@@ -191,8 +191,9 @@ class SglangServer:
 
 
 def _tokens_of_gpus(config: EngineConfig, model: str) -> int:
-    """Number of tokens that the KV cache of one engine holds (`engine.cache_gib`). KV heads are divided among its GPUs;
-    if there are fewer heads than GPUs, they are replicated. `model`: model folder."""
+    """Number of tokens that the KV cache of one engine holds (`engine.cache_gib`, on all its GPUs together). KV heads
+    are divided among the GPUs; if there are fewer heads than GPUs, they are replicated. `model`: model folder. Raises
+    ModelFolderError as `inspect_model_folder`."""
     folder = inspect_model_folder(Path(model))
     heads, item = max(folder.kv_heads, config.gpus), 4 if config.dtype == "float32" else 2
     return config.cache_bytes // (2 * folder.layers * heads * folder.head_dim * item)

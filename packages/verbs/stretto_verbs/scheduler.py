@@ -415,7 +415,7 @@ def _check_same_run(ledger: FolderLedger, origin: Mapping[str, int | str]) -> No
 
 
 def _mark_of(prompts: Sequence[Prompt]) -> str:
-    """Compute a hash of the prompts and their order."""
+    """Compute a hash of the ids and tokens of the prompts, in their order; gold answers are left out."""
     told = msgspec.json.encode([(prompt.id, prompt.token_ids) for prompt in prompts])
     return hashlib.blake2b(told, digest_size=16).hexdigest()
 

@@ -105,8 +105,9 @@ def between_roles(run: Inspection) -> dict[str, float]:
 
 def between_steps(run: Path) -> dict[str, float]:
     """Field ``batch_seconds`` of `MachineProfile`: seconds of the conductor between two training steps, per completion,
-    from an asynchronous run. It is the lower quartile of the gaps between steps, because at least a quarter of the
-    steps find their next batch complete."""
+    from an asynchronous run with batches of 64 completions. It is the lower quartile of the gaps between steps, because
+    at least a quarter of the steps find their next batch complete. Raises statistics.StatisticsError for fewer than two
+    gaps."""
     spans = sorted(
         (span.start, span.end, span.name) for span in iterate_spans(RunFolder.open(run).spans) if span.role == "trainer"
     )

@@ -199,8 +199,9 @@ def _own_group(groups: Tensor, backend: str | None = None) -> ProcessGroup:
 
 
 def _grid_mesh(grid: Tensor, device: str, backend: str | None) -> DeviceMesh:
-    """Create the process groups of the rows and columns of `grid` (ranks, [FSDP, tensor]); returns a mesh of them.
-    `device`: "cpu" or "cuda". `backend`: of the groups; None: that of the default group."""
+    """Create the process groups of the rows and columns of `grid` (ranks, [FSDP, tensor]); returns a mesh of them with
+    the dimensions `_SHARDED` and `_TENSOR`. All ranks must call it. `device`: "cpu" or "cuda". `backend`: of the
+    groups; None: that of the default group."""
     groups = [_own_group(grid.T, backend), _own_group(grid, backend)]
     return DeviceMesh.from_group(groups, device, mesh=grid, mesh_dim_names=(_SHARDED, _TENSOR))
 

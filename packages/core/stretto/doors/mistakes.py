@@ -97,8 +97,8 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
 
 
 def _near(details: ErrorDetails) -> str:
-    """Suggest the most similar allowed word for a text that is none of the allowed ones; "" if none is similar, or the
-    error is another one."""
+    """Suggest the most similar allowed word for a text that is none of the allowed ones, as the end of a message
+    ("; did you mean ..."); "" if none is similar, or the error is another one."""
     if details["type"] != "literal_error" or not isinstance(details["input"], str):
         return ""
     near = nearest(details["input"], _WORD.findall(details["ctx"]["expected"]))
@@ -141,8 +141,8 @@ def _guessed(section: object, models: Sequence[type[BaseModel]]) -> str:
 
 
 def _a_section(value: object, models: Sequence[type[BaseModel]]) -> str:
-    """Advice for a plain `value` in place of a section: the kinds or keys that `models`, the allowed sections, have;
-    and, for a number in place of a section with a weight, how to write it as one."""
+    """Advice, never "", for a plain `value` in place of a section: the kinds or keys that `models`, the allowed
+    sections, have; and, for a number in place of a section with a weight, how to write it as one."""
     kinds = [name for name in map(_kind, models) if name]
     keys = [key for key in models[0].model_fields if key != "kind"]
     with_keys = f" with {', '.join(keys)}" if len(keys) <= _MOST_KEYS else ""

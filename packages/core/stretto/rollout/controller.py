@@ -246,8 +246,8 @@ class Controller:
 
     def finish(self, ticket: Ticket, trajectories: Sequence[Trajectory]) -> Group | None:
         """Buffer a judged group, filter it, or fail it if fewer than `min_group_size` completions are decided;
-        undecided ones always fail. The prompt of a failed group is tried again. The journal records each trajectory's
-        new state.
+        undecided ones always fail. The prompt of a failed group is tried at most `max_attempts` times in all. The
+        journal records each trajectory's new state.
 
         Results of a group that is not in flight (duplicate or late) are refused and counted in `refused`.
 

@@ -129,7 +129,7 @@ class Ready(Record, frozen=True, tag=True):
 
 class Published(Record, frozen=True, tag=True):
     """Notice: engines can load the version. `canary`: expected scores by which they prove it, if the run has a canary.
-    `span`: time and bytes of the writing, which ran beside other work."""
+    `span`: time and bytes of the writing, which ran beside other work; None: not measured."""
 
     version: int
     canary: Canary | None = None

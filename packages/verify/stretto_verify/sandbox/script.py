@@ -157,8 +157,8 @@ def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: i
 
 
 def _found(namespace: dict[str, Any], name: str) -> Callable[..., object]:
-    """Method `name` of a class ``Solution`` if the program defines one, else the function `name`; KeyError if there is
-    neither."""
+    """Method `name` of a new instance of a class ``Solution`` if the program defines one that has it, else the function
+    `name`; KeyError if there is neither."""
     if hasattr(namespace.get("Solution"), name):
         return getattr(namespace["Solution"](), name)  # type: ignore[no-any-return]
     return namespace[name]  # type: ignore[no-any-return]

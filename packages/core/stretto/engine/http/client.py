@@ -197,8 +197,8 @@ class HttpEngine:
     async def _reply(self, path: str, message: object, most: int = LARGEST_FRAME) -> bytes:
         """Send a message (None: a GET without body) and return the body of the reply. The caller sets the deadline.
 
-        Raises the error that the engine replied with, EngineLost if the connection breaks, and WireError if the body
-        has more than `most` bytes."""
+        Raises the error that the engine replied with, EngineLost if the connection breaks, WireError if the body has
+        more than `most` bytes, and the errors of `Connections.one`."""
         method, body = ("GET", b"") if message is None else ("POST", msgspec.msgpack.encode(message))
         async with self._connections.one() as connection:
             connection.send(method, path, body)

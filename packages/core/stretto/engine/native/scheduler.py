@@ -146,9 +146,9 @@ class Scheduler:
         return preempted
 
     def needed(self, lengths: Ints) -> float:
-        """Demand of all open completions over supply, in rows or in cached tokens, whichever share is larger; above 1
-        some must wait. A pending row is assumed to need at least as much as a running row on average. `lengths`: [rows]
-        tokens of each row."""
+        """Demand over supply, in rows (of all open completions) or in cached tokens (of those with a row), whichever
+        share is larger; above 1 some must wait. A pending row is assumed to need at least as much as a running row on
+        average. `lengths`: [rows] tokens of each row."""
         mean = self._held / max(1, len(self._running))
         pending = sum(max(mean, self._slot(int(lengths[row]))) for row in self._pending)
         rows = (len(self.members) + len(self._waiting)) / self._rows

@@ -74,7 +74,7 @@ def paths_of(prompt: Prompt, trajectory: Trajectory, evidence: Evidence = "all")
 
 
 def path_id(trajectory: str, number: int) -> str:
-    """Id of path `number` (from 0) of the trajectory with this id."""
+    """Id of path `number` of the trajectory with this id: path 0 has the trajectory's own, path 1 ``ID:1``."""
     return f"{trajectory}:{number}" if number else trajectory
 
 

@@ -111,8 +111,9 @@ class PromptTokens(Record, frozen=True):
 class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
     """A row of the table with all records of the trajectory. `prompt_cut`, `text_cut`: whether `prompt_text` and `text`
     are cut. `tokens`: number of all its tokens; those of `segments` are the ones in the window `cut`. `training_fault`:
-    why there is no record of its tokens' training (`training`); "": there is, or it was not trained. `members`: ids of
-    the trajectories of its group. Texts that are not on record are None."""
+    why there is no record of its tokens' training (`training`); "": there is, or it was not trained. `members` (in JSON
+    ``siblings``): ids of the trajectories of its group, itself included. `session`: name of the agent's session; "":
+    none. Texts that are not on record are None; `answer` too is cut at `LONGEST_TEXT`."""
 
     prompt_text: str | None
     prompt_cut: bool

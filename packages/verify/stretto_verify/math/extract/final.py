@@ -435,7 +435,7 @@ def _is_title(words: str, of_choice: bool) -> bool:
 
 
 def _bare(text: str) -> str:
-    """The text without markup of mathematics and emphasis."""
+    """The text without markup of mathematics and emphasis, and without leading spaces."""
     return _WRAPPER.sub(r"\1", _SPACE.sub(" ", text)).replace("$", "").replace("**", "").lstrip()
 
 
