@@ -154,6 +154,17 @@ def test_the_token_opens_the_page_and_a_cookie_the_rest(client: httpx.Client) ->
         assert browser.get("/api/runs", headers={"sec-fetch-site": "same-origin"}).status_code == 200
 
 
+@pytest.mark.parametrize("other", ['prefs={"dark": true}', "flag", "path=/tree", "name=Ada Lovelace", 'x="'])
+def test_the_cookie_of_another_program_on_this_host_locks_nobody_out(client: httpx.Client, other: str) -> None:
+    with _bare(client) as browser:
+        cookie = browser.get("/", params={"token": TOKEN}).headers["set-cookie"].partition(";")[0]
+    with _bare(client) as browser:
+        assert browser.get("/api/runs", headers={"cookie": f"{other}; {cookie}"}).status_code == 200
+        assert browser.get("/api/runs", headers={"cookie": f"{other}; {cookie}x"}).status_code == 401
+        # Several guesses in one request are one guess.
+        assert browser.get("/api/runs", headers={"cookie": f"{cookie}; {cookie}x"}).status_code == 401
+
+
 def test_a_password_is_asked_for_and_a_wrong_one_opens_nothing(client: httpx.Client) -> None:
     with _bare(client) as browser:
         page = browser.get("/")

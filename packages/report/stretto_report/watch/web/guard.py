@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import re
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import parse_qs, urlsplit
 
 import msgspec
@@ -137,12 +136,11 @@ class Guard:
         bearer = (header(scope, b"authorization") or b"").split(b" ", 1)
         if len(bearer) == 2 and bearer[0].lower() == b"bearer":
             fits.append(self._fits(bearer[1].strip()))
-        try:
-            cookies = SimpleCookie((header(scope, b"cookie") or b"").decode("latin-1"))
-        except CookieError:
-            return fits
-        if (found := cookies.get(self._cookie)) is not None:  # an attacker could compute one for each guessed password
-            fits.append(hmac.compare_digest(found.value.encode(), self._cookie_value.encode()))
+        # Not by http.cookies, which drops all cookies behind one that it cannot read; all ports of a host share theirs.
+        cookies = [cookie.strip().partition(b"=") for cookie in (header(scope, b"cookie") or b"").split(b";")]
+        if own := [value for name, _, value in cookies if name == self._cookie.encode()]:
+            # One alone, as an attacker could compute one for each guessed password.
+            fits.append(hmac.compare_digest(own[-1], self._cookie_value.encode()))
         return fits
 
     async def _pause(self, wrong: bool, scope: Scope, receive: Receive) -> None:
