@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import EngineLost
+from stretto.core.forest import TurnRequest
+from stretto.core.records import Segment
 from stretto.launch.recipe.extensions import GatewayConfig
+from stretto_gateway.sessions.agent_session import Attempt
+from stretto_workflows.chat.messages import ChatRequest, Message
+from stretto_workflows.session import Sampler, SessionRecord
 from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, served_gateway, tokenizer_of, wished
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -205,6 +210,46 @@ async def test_a_client_that_hangs_up_frees_its_turn_unless_another_waits_for_it
         assert (await gateway.chat(session, ASK, headers=anew)).status_code == 200
         shown = await gateway.shown(session)
     assert len([node for node in shown["nodes"] if node["sampled"]]) == 1
+
+
+@pytest.mark.parametrize("key", ["", "one"])
+async def test_retries_while_an_engine_still_breaks_the_turn_off_get_one_answer(tmp_path: Path, key: str) -> None:
+    """The engine takes a moment to end a turn that nobody waits for, and by then the client has asked again."""
+    gate, ends = asyncio.Event(), asyncio.Event()
+
+    class SlowToEnd(ScriptedModel):
+        def sampler(self, name: str, record: SessionRecord) -> Sampler:
+            sample = super().sampler(name, record)
+
+            async def until_ended(request: TurnRequest) -> Segment:
+                try:
+                    return await sample(request)
+                except asyncio.CancelledError:
+                    await ends.wait()
+                    raise
+
+            return until_ended
+
+    model = SlowToEnd(calculator, gate=gate)
+    async with served_gateway(model, tmp_path) as gateway:
+        session = await gateway.open()
+        held = gateway.app.sessions.named(session["id"])
+        assert held is not None
+        request = ChatRequest(MODEL, (Message("user", "1+2?"),))
+        attempts = []
+        for number in range(3):
+            attempts.append(asyncio.create_task(held.answer(request, Attempt(key, number))))
+            while len(model.asked) < min(2, number + 1):
+                await asyncio.sleep(0.005)
+            if not number:
+                attempts[0].cancel()
+                await asyncio.wait(attempts)
+        ends.set()
+        gate.set()
+        first, second = await asyncio.gather(*attempts[1:])
+        assert first.id == second.id
+        assert len(model.asked) == 2
+        assert held.retries == 1
 
 
 async def test_a_turn_that_an_engine_breaks_off_is_noted_until_its_request_has_a_reply(tmp_path: Path) -> None:

@@ -264,7 +264,7 @@ class AgentSession:
         self._on_record[digest] -= recorded
         task = asyncio.create_task(self._watched(request, digest, attempt.key), name=f"a turn of {self.id}")
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks an error as retrieved
-        if known is not None and not known.task.done():
+        if known is not None and known.usable and not known.task.done():
             name = f"{attempt.attempt} {len(self._pending)}"  # of two equal turns in progress, retries get the first
         self._pending[name] = _PendingTurn(digest, task)
         return self._pending[name]
