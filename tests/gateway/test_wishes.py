@@ -45,6 +45,17 @@ async def test_a_call_of_a_tool_that_is_not_offered_is_refused(tmp_path: Path, c
     assert f"that the request offers: {'add' if tools else 'none'}" in refused.json()["error"]["message"]
 
 
+async def test_a_refusal_that_names_a_tool_called_context_is_not_about_the_length_of_the_context(
+    tmp_path: Path,
+) -> None:
+    tool, other = ({"type": "function", "function": {"name": name}} for name in ("get_context", "sub"))
+    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
+        refused = await gateway.chat(await gateway.open(), ASK, tools=[tool], tool_choice=other)
+    error = refused.json()["error"]
+    assert "get_context" in error["message"]
+    assert (error["param"], error["code"]) == ("tool_choice", None)
+
+
 @pytest.mark.parametrize(
     ("chosen", "names"),
     [

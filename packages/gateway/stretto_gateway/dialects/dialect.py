@@ -16,6 +16,9 @@ from stretto.core.errors import RefusedRequest
 from stretto_gateway.requests import NotServed, Request
 from stretto_workflows.chat.messages import ChatRequest, SampledTurn
 
+#: Fields that a request may make too long for the context, by the engine's names or a session's.
+_IN_CONTEXT = frozenset({"prompt_token_ids", "sampling.max_tokens", "messages"})
+
 
 @dataclass(frozen=True)
 class TokenCount:
@@ -74,6 +77,8 @@ def refusal(error: RefusedRequest, fields: Mapping[str, str], request: Request |
     if isinstance(request, ChatRequest):
         grammar = "response_format" if request.options.json else "tools"
         field = {"max_tokens": request.limit or field, "grammar": grammar}.get(field, field)
-    code = "context_length_exceeded" if "context" in error.allowed else ""
+    # What is allowed elsewhere may name a client's own tool, or a field, with this word.
+    too_long = error.field in _IN_CONTEXT and "context" in error.allowed
+    code = "context_length_exceeded" if too_long else ""
     message = str(RefusedRequest(field, error.found, error.allowed))
     return NotServed(400, message, "" if field == "body" else field, code)
