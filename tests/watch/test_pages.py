@@ -219,6 +219,18 @@ def test_a_group_shows_its_members_side_by_side(client: httpx.Client, first: str
     assert [member["advantage"] for member in trained["members"]] == [0.25, -0.25]
 
 
+def test_a_group_of_a_prompt_with_a_slash_in_its_name_has_a_page(tmp_path: Path) -> None:
+    """Sources of Reasoning Gym and loops of one's own name their prompts as they like."""
+    with ledger_at(write_run(tmp_path / "runs" / "one") / "ledger.sqlite") as ledger:
+        ledger.issue("1.gym/sums:7.0", prompt("gym/sums:7", "1+1="), 1, 2)
+        ledger.settle("1.gym/sums:7.0/0", State.FAILED, "timeout after 1 s")
+    with alone(tmp_path) as (client, run):
+        group = client.get(f"{run}/groups/1.gym%2Fsums:7.0")
+        assert (group.status_code, group.json().get("prompt_id")) == (200, "gym/sums:7")
+        one = client.get(f"{run}/trajectories/1.gym%2Fsums:7.0/0").json()
+        assert (one["group"], one["siblings"]) == ("1.gym/sums:7.0", ["1.gym/sums:7.0/0"])
+
+
 def test_the_timeline_has_a_lane_for_each_role(client: httpx.Client, first: str) -> None:
     found = client.get(f"{first}/timeline").json()
     assert (found["end"], found["spans"], found["in_window"]) == (4.0, 6, 6)

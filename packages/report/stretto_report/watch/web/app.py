@@ -116,7 +116,7 @@ class Dashboard:
             "/series": pages.series_page,
             "/trajectories": pages.table_page,
             "/trajectories/{trajectory:path}": pages.trajectory_page,
-            "/groups/{group}": pages.group_page,
+            "/groups/{group:path}": pages.group_page,
             "/timeline": pages.timeline_page,
             "/health": pages.health_page,
             "/logs": pages.logs_page,
