@@ -1,9 +1,13 @@
 """`stretto diff`: two runs are called equal in what was compared, and in nothing else."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from sqlite3 import Connection
 
 import pytest
 
+from stretto.store.ledger.schema import reading
 from stretto_report.audit.diff import diff_runs
 from tests.store.make import Make, ledger_at, trained
 
@@ -34,6 +38,21 @@ def test_runs_that_kept_no_policy_are_not_told_to_have_the_same(runs: tuple[Path
     assert (parting.step, parting.fields, parting.policies) == (2, (), ())
     assert str(parting).startswith("equal in all 2 steps: batches, ")
     assert str(parting).endswith("; no version's weights could be compared")
+
+
+def test_a_run_that_takes_a_step_while_it_is_compared_is_compared_up_to_there(
+    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def reading_before_a_step(ledger: Path) -> Iterator[Connection]:
+        with reading(ledger) as connection:
+            yield connection
+        with ledger_at(ledger) as writer:
+            trained(writer, Make.batch(3, Make.group("0.3.0", Make.trajectory("0.3.0"))))
+
+    monkeypatch.setattr("stretto_report.audit.diff.reading", reading_before_a_step)
+    parting = diff_runs(*runs)
+    assert (parting.step, parting.fields) == (2, ())
 
 
 def test_the_versions_whose_weights_were_compared_are_named(runs: tuple[Path, Path]) -> None:

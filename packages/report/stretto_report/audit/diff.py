@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from stretto.core.records import Batch, Record, Trajectory
-from stretto.store.ledger.reading import last_step, read_batches
+from stretto.store.ledger.reading import read_batches
 from stretto.store.ledger.schema import reading
 from stretto.store.run_folder import RunFolder
 from stretto_report.reading.policies import same_weights
@@ -65,7 +65,7 @@ class _Step(Record, frozen=True):
 def _steps(folder: RunFolder) -> Iterator[_Step]:
     with reading(folder.ledger) as connection:
         metrics = dict(connection.execute("SELECT step, metrics FROM steps").fetchall())
-    for batch in read_batches(folder.ledger, 0, last_step(folder.ledger)):
+    for batch in read_batches(folder.ledger, 0, max(metrics, default=0)):  # a run may take another step meanwhile
         text = metrics[batch.step]
         found = msgspec.json.decode(text, type=dict[str, float | None]) if text else {}
         kept = {name: value for name, value in found.items() if not name.startswith(_TIMES)}
