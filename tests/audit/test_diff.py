@@ -1,5 +1,6 @@
 """`stretto diff`: two runs are called equal in what was compared, and in nothing else."""
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from stretto.store.ledger.schema import reading
 from stretto_report.audit.diff import diff_runs
+from stretto_report.reading.policies import weight_files
 from tests.store.make import Make, ledger_at, trained
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -67,3 +69,20 @@ def test_weights_in_several_files_are_compared_in_all_of_them(runs: tuple[Path, 
         keep(folder, 1, {SHARDS[0]: b"weights", SHARDS[1]: folder.name.encode()})
     parting = diff_runs(*runs)
     assert (parting.step, parting.fields) == (1, ("weights of version 1",))
+
+
+def test_a_version_that_a_run_removes_while_it_is_compared_is_not_compared(
+    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in runs:
+        for version in (1, 2):
+            keep(folder, version, {"model.safetensors": b"weights"})
+
+    def files_before_they_go(policy: Path) -> list[Path]:
+        found = weight_files(policy)
+        if policy == runs[1] / "policy" / "v000001":
+            shutil.rmtree(policy)
+        return found
+
+    monkeypatch.setattr("stretto_report.reading.policies.weight_files", files_before_they_go)
+    assert diff_runs(*runs).policies == (2,)

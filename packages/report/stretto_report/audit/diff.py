@@ -111,7 +111,10 @@ def _of_segments(left: Trajectory, right: Trajectory) -> Iterator[str]:
 def _weights(folders: tuple[RunFolder, RunFolder], version: int, compared: list[int]) -> tuple[str, ...]:
     """Compare the weights of a version in both runs. Return one name for the difference, or an empty tuple if they are
     equal or cannot be compared. A version that both have kept is appended to `compared`."""
-    same = same_weights(*(folder.policy(version) for folder in folders))
+    try:
+        same = same_weights(*(folder.policy(version) for folder in folders))
+    except FileNotFoundError:  # a run that goes on has removed the version meanwhile (trainer.keep_versions)
+        same = None
     if same is not None:
         compared.append(version)
     return (f"weights of version {version}",) if same is False else ()
