@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from stretto.core.errors import WorkflowError
+from stretto.core.errors import RecipeError, WorkflowError
 from stretto.launch.recipe.extensions import AgentConfig
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.store.ledger.reading import read_batches
+from stretto_app.extensions.agents import check_agents
 from stretto_gateway.checks import check_agent
 from stretto_report.reading.inspection import inspect_run
 from tests.gateway.serving import build_chat_model
@@ -109,6 +110,19 @@ def test_a_program_beside_the_recipe_runs_there_and_any_other_where_stretto_was_
     check_agent(AgentConfig(kind="agent", command=("./agent.py",), path=str(tmp_path)), tokenizer, "model")
     with pytest.raises(WorkflowError, match="is no program that can be started"):  # a shell would not find it either
         check_agent(AgentConfig(kind="agent", command=("agent.py",), path=str(tmp_path)), tokenizer, "model")
+
+
+@pytest.mark.parametrize("key", ["two words", "Schlüssel", "secret\n"])
+def test_a_key_that_no_client_can_send_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    recipe = load_recipe(recipe_of(tmp_path))
+    tokenizer = load_tokenizer(tmp_path / "model")
+    monkeypatch.setenv("STRETTO_API_KEY", "one-word")
+    check_agents(recipe, tokenizer)
+    monkeypatch.setenv("STRETTO_API_KEY", key)
+    with pytest.raises(RecipeError, match="STRETTO_API_KEY: cannot be sent"):
+        check_agents(recipe, tokenizer)
 
 
 def test_an_agent_that_cannot_be_started_is_refused_before_the_run(laboratory: Laboratory, tmp_path: Path) -> None:

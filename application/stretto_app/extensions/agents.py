@@ -23,7 +23,7 @@ from stretto.rollout.single_turn import Score
 from stretto.store.run_folder import RunFolder
 from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
 from stretto_gateway.app import serving_beside
-from stretto_gateway.checks import KEY, check_agent, check_reach
+from stretto_gateway.checks import KEY, check_agent, check_key, check_reach
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import SamplingRule
 from stretto_gateway.sessions.app import GatewayApp
@@ -110,12 +110,14 @@ def check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
     """Check the agent of `[workflow]`, which must be an `AgentConfig`, and the address of `[gateway]`.
 
     Raises:
-        RecipeError: the address cannot be bound, or is reachable from the network without a key.
+        RecipeError: the address cannot be bound, or is reachable from the network without a key; or the key is one that
+            no client can send.
         WorkflowError: the agent's program or function cannot be started.
         ModelFolderError: the tokenizer has no chat template.
     """
     assert isinstance(recipe.workflow, AgentConfig), "the caller has looked"
     check_agent(recipe.workflow, tokenizer, tokenizer.place)
-    config = recipe.gateway
+    config, key = recipe.gateway, os.environ.get(KEY) or None
+    check_key(key, KEY)
     with bind(config.host, config.port, "gateway.port") as bound:
-        check_reach(bound, os.environ.get(KEY) or None, "gateway.host")
+        check_reach(bound, key, "gateway.host")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,18 @@ from stretto_workflows.chat.bridge import ChatTemplate
 
 _IMPORT_SECONDS = 60.0
 KEY = "STRETTO_API_KEY"  #: environment variable with the key that opens sessions
+_SENDABLE = re.compile(r"[!-~]+")
+
+
+def check_key(api_key: str | None, place: str) -> None:
+    """Check that an HTTP header can hold the key; None is allowed. `place`: option or variable with the key, for the
+    error message.
+
+    Raises:
+        RecipeError: it has other characters, so that no client could send it.
+    """
+    if api_key is not None and not _SENDABLE.fullmatch(api_key):
+        raise RecipeError([Problem(place, "cannot be sent", "letters, digits and signs of ASCII, without spaces")])
 
 
 def check_reach(bound: socket.socket, api_key: str | None, place: str) -> None:

@@ -31,13 +31,12 @@ from stretto_app.extensions.commands.evaluate import engines_of_folder
 from stretto_app.extensions.commands.serve import (
     PATIENCE_SECONDS,
     allow_many_connections,
-    check_key,
     context_of,
     recipe_of_engines,
     rule_of,
     say_aloud,
 )
-from stretto_gateway.checks import check_chat, check_reach
+from stretto_gateway.checks import check_chat, check_key, check_reach
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import DISTRIBUTION
 from stretto_gateway.sessions.app import GatewayApp
@@ -152,7 +151,7 @@ def gateway(
         SystemExit: a signal ended it before it served, or a second signal came.
     """
     recipe = recipe_of_engines(model, overrides, sections=("engine", "deadlines"))
-    check_key(api_key)
+    check_key(api_key, "--api-key")
     check_engine_keys(recipe)
     base, as_tokens = inspect_model_folder(model.resolve()), recipe.model.special_tokens_in_messages
     tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens, kept=PIECES)

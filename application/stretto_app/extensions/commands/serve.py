@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,12 +27,12 @@ from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes import event_loop
 from stretto.processes.http.asgi import HostNames, is_loopback
 from stretto_app.extensions.preflight.embedded import check_embedded, seat_alone
+from stretto_gateway.checks import check_key
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import DISTRIBUTION, CallForms, SamplingRule
 from stretto_gateway.serve.app import ServeApp
 from stretto_workflows.chat.tool_calls import form_of
 
-_KEY = re.compile(r"[!-~]+")
 PATIENCE_SECONDS = 30.0
 _SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the completion
 _MESSAGES = "model.special_tokens_in_messages"
@@ -87,14 +86,6 @@ def say_aloud(text: str) -> None:
     print(text, flush=True)  # flushed: another program may wait for the address
 
 
-def check_key(api_key: str | None) -> None:
-    """Raise RecipeError if an HTTP header cannot hold the key; None is allowed."""
-    if api_key is not None and not _KEY.fullmatch(api_key):
-        raise RecipeError(
-            [Problem("--api-key", "cannot be sent", "letters, digits and signs of ASCII, without spaces")]
-        )
-
-
 def serve(
     model: Path,
     *,
@@ -116,7 +107,7 @@ def serve(
     recipe = recipe_of_engines(Path(), overrides, {"count": "one engine is served"})
     check_embedded(recipe.engine)
     config, as_tokens = recipe.engine, recipe.model.special_tokens_in_messages
-    check_key(api_key)
+    check_key(api_key, "--api-key")
     folder = inspect_model_folder(model)
     tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens)
     bound = bind(host, port, "--port")
