@@ -16,6 +16,7 @@ from stretto_report.audit.check import check_run
 from stretto_report.reading.inspection import inspect_run
 from tests.launch.running import Laboratory, exported
 from tests.launch.warm import session_server
+from tests.store.make import sql
 
 RECORDED = Path(__file__).parents[1] / "data" / "synchronous_run"
 STEPS = 6
@@ -41,6 +42,21 @@ def test_its_replay_comes_to_its_weights(recorded: Path) -> None:
     start, end = weights(recorded / "policy" / "v000000"), weights(recorded / "policy" / f"v{STEPS:06d}")
     again = weights(replayed.folder / "policy" / f"v{STEPS:06d}")
     assert (again - end).norm() <= ROUNDING * (end - start).norm()
+
+
+def test_a_replay_of_a_run_that_goes_on_has_the_steps_that_it_trained_and_no_others(tmp_path: Path) -> None:
+    run = Path(shutil.copytree(RECORDED, tmp_path / "run"))
+    columns = sql(run / "ledger.sqlite", "SELECT name FROM pragma_table_info('steps')")
+    grown = {"step": "step + 1", "version": "version + 1", "published_version": "published_version + 1"}
+    next_step = ", ".join(grown.get(name, name) for (name,) in columns)
+
+    def takes_a_step(said: str) -> None:
+        if said.startswith("step 2:"):
+            sql(run / "ledger.sqlite", f"INSERT INTO steps SELECT {next_step} FROM steps ORDER BY step DESC LIMIT 1")
+
+    replayed = replay(run, 0, [], None, say=takes_a_step, spawner=session_server())
+    assert inspect_run(run).steps == STEPS + 1
+    assert inspect_run(replayed.folder).steps == replayed.branch.last_step == STEPS
 
 
 def test_it_is_inspected_exported_and_checked(recorded: Path, laboratory: Laboratory) -> None:

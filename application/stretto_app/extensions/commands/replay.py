@@ -51,6 +51,7 @@ from stretto.trainer.messages import TrainerSpec
 from stretto_report.reading.policies import same_weights, weight_files, why_incomparable
 
 _STOP_GRACE = 1.0
+_COPY = ".ledger.sqlite.part"  # of the ledger, until it has its name
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,9 @@ def replay(
     changes = dict(differences(before, after))
     check_start(folder)
     target = _branch_folder(folder, out)
-    branch = Branch(run=str(run_dir), first_step=first_step, last_step=until, changes=changes)
     try:
+        until = _copy_ledger(folder, target / _COPY)  # before the training: a run that goes on takes further steps
+        branch = Branch(run=str(run_dir), first_step=first_step, last_step=until, changes=changes)
         _record(folder, target, after, branch, asyncio.run(_train(folder, target, before, after, branch, say, spawner)))
     except RoleError:
         if logs := _all_but_logs_removed(target):
@@ -285,7 +287,8 @@ def _branch_folder(folder: RunFolder, out: Path | None) -> Path:
 
 def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, repeated: Sequence[_Repeated]) -> None:
     """Complete the branch in `target` as a run folder: write its recipe, the metrics of the repeated steps, its origin,
-    and copy the questions and the ledger of the run in `folder`. Raises StoreError if the ledger cannot be copied.
+    and the repeated steps in its copy of the ledger, and copy the questions of the run in `folder`. Raises StoreError
+    if that copy cannot be written.
 
     The ledger gets its name last. Before that, the folder of a replay that was killed holds no run.
     """
@@ -297,20 +300,30 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, rep
     for line in read_metrics(folder.metrics)[0]:
         if (again := by_step.get(line.step)) is not None:
             metrics.append(_line(line, again))
-    part = target / ".ledger.sqlite.part"
-    _copy_ledger(folder, part, repeated)
+    part = target / _COPY
+    _complete_ledger(folder, part, repeated)
     sync(part)
     write_atomically(target / ORIGIN, msgspec.json.format(msgspec.json.encode(branch)) + b"\n")
     part.replace(whole.ledger)
     sync(target)
 
 
-def _copy_ledger(folder: RunFolder, target: Path, repeated: Sequence[_Repeated]) -> None:
-    """Copy the run's ledger to the file `target`, with the repeated updates, and without the facts that hold for the
-    run only. Raises StoreError if SQLite cannot."""
+def _copy_ledger(folder: RunFolder, target: Path) -> int:
+    """Copy the run's ledger to the file `target`, and return its last step. Raises StoreError if SQLite cannot."""
     try:
         with closing(open_for_reading(folder.ledger)) as source, closing(sqlite3.connect(target)) as copy:
             source.backup(copy)
+            last: int = copy.execute("SELECT max(step) FROM steps").fetchone()[0]
+            return last
+    except sqlite3.Error as error:
+        raise StoreError(f"{target.parent}: the ledger cannot be copied: {error}") from error
+
+
+def _complete_ledger(folder: RunFolder, target: Path, repeated: Sequence[_Repeated]) -> None:
+    """Put the repeated updates into the copy `target` of the run's ledger, and remove the facts that hold for the run
+    only. Raises StoreError if SQLite cannot."""
+    try:
+        with closing(sqlite3.connect(target)) as copy:
             for one in repeated:
                 copy.execute(
                     "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?", update_columns(one.update)
@@ -322,7 +335,7 @@ def _copy_ledger(folder: RunFolder, target: Path, repeated: Sequence[_Repeated])
             copy.execute("INSERT INTO meta VALUES (?, ?, ?)", (TOTALS, totals, seal(TOTALS, totals)))
             copy.commit()
     except sqlite3.Error as error:
-        raise StoreError(f"{target.parent}: the ledger cannot be copied: {error}") from error
+        raise StoreError(f"{target.parent}: the copy of the ledger cannot be written: {error}") from error
 
 
 def _totals(folder: RunFolder, repeated: Sequence[_Repeated]) -> Totals:
