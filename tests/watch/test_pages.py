@@ -94,6 +94,15 @@ def test_a_dead_run_says_the_last_error_of_its_roles_and_raises_an_alarm(tmp_pat
     assert [*logs_of(path)] == ["run", "rewards-0"]  # a link is not followed
 
 
+def test_a_dead_run_that_lost_lines_died_at_its_newest_step(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", log=LOG)
+    (path / "metrics.jsonl").unlink()
+    MetricsLog(path / "metrics.jsonl").append(step_line(2))
+    run = WatchedRun("id", path, "run", Cache(tmp_path / "cache"))
+    run.advance(10.0)
+    assert [(alarm.name, alarm.first_step) for alarm in run.alarms()] == [("dead_run", 2)]
+
+
 def test_the_newest_value_is_the_newest_and_no_mean_of_several_steps(tmp_path: Path) -> None:
     """Five steps in two points, of three and of two steps; the reward of a step is a tenth of its number."""
     write_lines(tmp_path / "metrics.jsonl", [step_line(step, entropy=1.0) for step in range(1, 6)])

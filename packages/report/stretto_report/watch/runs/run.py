@@ -338,7 +338,8 @@ class WatchedRun:
             disk = disk_of(self.folder) if runs else None
             evidence = evidence_of(read, steps.evaluations, self.recipe(), disk)
             death = how.reason if how.state == "dead" else ""
-            self._found = (key, findings_of(evidence).with_death(death, steps.table.rows))
+            newest = int(steps.table["step"][-1]) if steps.table.rows else 0  # lines of earlier ones may be lost
+            self._found = (key, findings_of(evidence).with_death(death, newest))
         return self._found[1]
 
     def _newest_lines(self) -> tuple[list[StepMetrics], list[EvaluationLine]]:
