@@ -132,6 +132,19 @@ async def test_a_turn_in_progress_for_more_than_an_hour_keeps_its_session_and_no
         assert model.gate is not None
         model.gate.set()
         assert (await turn).status_code == 200
+        assert (await gateway.client.post("/sessions", json={})).status_code == 429  # its agent has just got a reply
+
+
+async def test_a_session_that_is_rewarded_is_not_idle(tmp_path: Path) -> None:
+    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path, sessions=1) as gateway:
+        session = await gateway.open()
+        held = gateway.app.sessions.named(session["id"])
+        assert held is not None
+        held.asked_at -= 4000
+        rewarded = await gateway.client.post(f"/sessions/{session['id']}/reward", json={"reward": 0.5})
+        assert rewarded.status_code == 200
+        assert (await gateway.client.post("/sessions", json={})).status_code == 429
+        assert (await gateway.shown(session))["state"] == "open"
 
 
 async def test_the_sessions_of_a_run_take_no_room_from_services(tmp_path: Path) -> None:

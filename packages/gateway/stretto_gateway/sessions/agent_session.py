@@ -108,7 +108,8 @@ class AgentSession:
         retries: number of requests that got the reply of an earlier request.
         as_json: number of turns whose history the client sent back with call arguments in another JSON spelling.
         unapplied: number of turns per sampling option that was ignored.
-        asked_at: time of the last request for a turn, or of the opening, in seconds of `time.monotonic`.
+        asked_at: time of the opening, of the last request for a turn or of its reply, or of the last reward, in seconds
+            of `time.monotonic`.
         unanswered: errors of the run, by digest of the request that failed with them. With any, the trajectory is
             undecided, whatever its rewards. Refused requests are the agent's mistakes and are not included.
         ended: set when the session has ended.
@@ -170,6 +171,7 @@ class AgentSession:
                 raise SessionEnded(self.id) from None
             raise
         finally:
+            self.asked_at = time.monotonic()
             pending.waiting -= 1
             if not pending.waiting and not pending.task.done():
                 pending.task.cancel()
@@ -194,6 +196,7 @@ class AgentSession:
         """
         if why_no_reward(reward):
             raise RefusedRequest("reward", f"{reward:g}", f"a number between ±{LARGEST_REWARD:g} is needed")
+        self.asked_at = time.monotonic()
         turns = [at for at, one in enumerate(self.session.forest.segments) if one.sampled and one.stop_reason]
         if node is not None and node not in turns:
             allowed = f"the id of a sampled node that has ended: {', '.join(map(str, turns))[:400] or 'there is none'}"
