@@ -56,6 +56,13 @@ async def test_a_refusal_that_names_a_tool_called_context_is_not_about_the_lengt
     assert (error["param"], error["code"]) == ("tool_choice", None)
 
 
+@pytest.mark.parametrize("top_k", [0, -1, 500])
+def test_a_top_k_that_filters_nothing_where_nothing_is_filtered_is_no_wish(top_k: int) -> None:
+    rule = SamplingRule(Sampling(max_tokens=10), context=100, chosen=(), vocabulary=500)
+    assert rule.unapplied(ChatRequest(MODEL, (), options=SamplingOptions(top_k=top_k))) == ()
+    assert rule.unapplied(ChatRequest(MODEL, (), options=SamplingOptions(top_k=5))) == ("top_k",)
+
+
 @pytest.mark.parametrize(
     ("chosen", "names"),
     [

@@ -157,9 +157,13 @@ class SamplingRule:
             "seed": options.seed is not None and not self.seeds,
         }
         for name in DISTRIBUTION:
-            other = getattr(options, name) not in (None, getattr(self.default, name))
-            ignored[name] = other and name not in self.chosen
+            wish = self._top_k(options.top_k) if name == "top_k" else getattr(options, name)
+            ignored[name] = wish not in (None, getattr(self.default, name)) and name not in self.chosen
         return tuple(name for name, unapplied in ignored.items() if unapplied)
+
+    def _top_k(self, wish: int | None) -> int | None:
+        """The engine's `top_k` for that of a client: 0, no filter, also for -1 and large values. None for None."""
+        return wish if wish is None or 0 < wish < self.vocabulary else 0
 
     def sampling(self, request: Request, prompt_tokens: int, *, strict: bool = False) -> Sampling:
         """Make the engine's sampling options for a request whose prompt has `prompt_tokens` tokens. Options that
@@ -181,8 +185,8 @@ class SamplingRule:
             allowed = f"at most {left:,}: the rest of the context of {self.context:,} tokens after the prompt"
             raise RefusedRequest("sampling.max_tokens", f"{most}"[:40], allowed)
         changes = {field: value for field in self.chosen if (value := getattr(options, field)) is not None}
-        if not 0 < changes.get("top_k", 1) < self.vocabulary:
-            changes["top_k"] = 0  # for -1 and large values too: no filter
+        if "top_k" in changes:
+            changes["top_k"] = self._top_k(options.top_k)
         if isinstance(request, PromptRequest):
             most = min(most, request.usual_tokens or most) if options.max_tokens is None else most
             ends = () if request.ignore_eos else default.stop_token_ids
