@@ -182,3 +182,18 @@ def test_one_run_is_shown_and_others_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(RunFolderError, match="is no run folder; give a folder that `stretto train` created"):
         watch_in_terminal([tmp_path / "empty"], stay)
+
+
+@pytest.mark.parametrize(
+    ("closed", "words"),
+    [("stdin", ("watch", "--terminal")), ("stdout", ("inspect", "--json")), ("stdout", ("export",))],
+)
+def test_a_command_whose_caller_has_closed_a_stream_does_its_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str, words: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["stretto", *words, str(write_run(tmp_path / "first"))])
+    monkeypatch.setattr(sys, closed, None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    getattr(sys, closed).close()
+    assert not ended.value.code

@@ -419,10 +419,19 @@ app.command()(export)
 _COMMAND = typer.main.get_command(app)
 
 
+def _open_streams() -> None:
+    """Open the standard streams that the caller has closed (``stretto ... <&-``) on the null device: Python has None in
+    their place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
+
+
 def main() -> None:
     """Run the command of `sys.argv`, and end the process with its exit code. An error of stretto exits with its own
     code (2: a user's mistake), an error of the system (a full disk) with code 1; both print one message without a
     traceback."""
+    _open_streams()
     try:
         check_packages("stretto", "stretto_app", "stretto_report", "stretto_verify")
         _COMMAND()
