@@ -63,6 +63,14 @@ def test_a_run_that_takes_no_machines_is_named(tmp_path: Path) -> None:
         joined(tmp_path)
 
 
+@pytest.mark.parametrize("digits", [10, 25, 5_000])
+def test_a_number_of_engines_that_no_message_holds_is_a_mistake_of_the_user(tmp_path: Path, digits: int) -> None:
+    write(tmp_path, JoinFile(run="run", token="t" * 64, control="unix:/somewhere"))
+    with pytest.raises(RecipeError, match="say engines=N, with a number") as refused:
+        scale(tmp_path, [f"engines={'9' * digits}"])
+    assert len(str(refused.value)) < 200
+
+
 def test_scale_waits_for_as_long_as_the_run_says(tmp_path: Path) -> None:
     """A listener that never says a word; the handshake has a deadline of its own, of ten seconds."""
     control = tmp_path / "control"

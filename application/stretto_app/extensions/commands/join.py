@@ -22,6 +22,8 @@ from stretto_cluster.messages import ANSWER, Answer, Scale
 from stretto_cluster.wire import Wire, connect
 
 _HANDSHAKE_SECONDS = 10.0
+_SHOWN = 80  # characters
+_LONGEST = 9  # digits of a number of engines, which the run bounds
 
 
 def offer(
@@ -117,9 +119,9 @@ def scale(run: Path, changes: list[str]) -> str:
         MachineLost: it closed the connection before its reply.
     """
     wanted = dict(change.partition("=")[::2] for change in changes)
-    if wanted.keys() != {"engines"} or not wanted["engines"].isdecimal():
+    if wanted.keys() != {"engines"} or not (wanted["engines"].isdecimal() and len(wanted["engines"]) <= _LONGEST):
         found = " ".join(changes) or "nothing"
-        raise RecipeError([Problem("stretto scale", repr(found), "say engines=N, with a number")])
+        raise RecipeError([Problem("stretto scale", repr(found[:_SHOWN]), "say engines=N, with a number")])
     known = read_join_file(run)
     if not known.control:
         raise RunFolderError([Problem(str(run), "is not going on", "give the folder of a run that is")])
