@@ -17,7 +17,12 @@ import httpx
 import pytest
 
 from stretto.core.errors import RunFolderError
+from stretto.core.events import Span
 from stretto.store import lock
+from stretto.store.series.lines import SpanLog
+from stretto_report.dashboard.timeline import plot_timeline
+from stretto_report.dashboard.trace import export_trace
+from stretto_report.reading.series import read_spans
 from stretto_report.watch.serve import watch
 from tests.store.lines import write_lines
 from tests.store.make import ledger_at, sql
@@ -352,3 +357,15 @@ def test_a_run_that_is_removed_while_it_is_watched_is_no_longer_there(tmp_path: 
 def test_others_than_this_machine_need_a_password(tmp_path: Path, password: str | None) -> None:
     with pytest.raises(RunFolderError, match="STRETTO_WATCH_PASSWORD"):
         watch([tmp_path], host="0.0.0.0", port=0, token="t", password=password, opens=False, say=print)
+
+
+def test_a_role_whose_number_is_no_decimal_has_a_lane_in_the_page_the_plot_and_the_trace(tmp_path: Path) -> None:
+    role = "engine-²"
+    run = write_run(tmp_path / "runs" / "one")
+    SpanLog(run / "spans.jsonl").append([Span(role, "generate", 1.0, 2.0)])
+    with alone(tmp_path) as (client, address):
+        timeline = client.get(f"{address}/timeline")
+        assert timeline.status_code == 200
+        assert role in [lane["role"] for lane in timeline.json()["lanes"]]
+    plot_timeline(tmp_path / "timeline.png", read_spans(run / "spans.jsonl"))
+    assert export_trace(run, tmp_path / "trace.json") > 0

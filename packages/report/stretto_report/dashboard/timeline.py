@@ -33,6 +33,7 @@ from stretto_report.dashboard.style import (
     saved_as,
     titled,
 )
+from stretto_report.reading.series import role_rank
 
 STEPS_SHOWN = 12
 
@@ -193,8 +194,7 @@ def legend_of(names: set[str]) -> list[Artist]:
 
 def _lane_order(role: str) -> tuple[int, int, str]:
     kind = next((number for number, begin in enumerate(_LANES) if role.startswith(begin)), len(_LANES))
-    digits = "".join(character for character in role if character.isdigit())
-    return kind, int(digits or 0), role
+    return kind, role_rank(role)[2], role
 
 
 _LOOKS_OF_ENGINES = {1: (BLUE, "o"), 2: (ORANGE, "s"), 4: (GREEN, "^"), 8: (PINK, "D")}  # by the devices of an engine
