@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
+import msgspec
+
 from stretto.core.errors import DataError, ModelFolderError, RefusedRequest
 from stretto.core.forest import Tokens
 from stretto.core.records import Likeliest, Segment, StopReason
@@ -16,7 +18,7 @@ from stretto.launch.recipe.extensions import GatewayConfig
 from stretto_gateway.requests import SamplingRule
 from stretto_verify.thoughts import opened
 from stretto_workflows.chat.bridge import ChatTemplate, Renderer
-from stretto_workflows.chat.messages import ChatRequest, Message, SampledToken, SampledTurn
+from stretto_workflows.chat.messages import ChatRequest, Message, SampledToken, SampledTurn, Tool
 from stretto_workflows.chat.tool_calls import form_of, knows_reasoning, split_reasoning
 
 _NAMES = 65_536  # size of the cache for texts of single tokens
@@ -128,6 +130,14 @@ class ServedModel:
             return Message("assistant", rest, reasoning)
         parsed = form_of(self.template.chat_template).parse(rest, lambda number: call_id(number)[:_CALL_ID])
         return Message("assistant", parsed.text, reasoning, parsed.calls)
+
+
+def characters_of(messages: Sequence[Message], tools: Sequence[Tool]) -> int:
+    """Number of characters of messages, their reasoning and calls included, and of tools as JSON: about what a prompt
+    with them has."""
+    calls = sum(len(call.name) + len(call.arguments) for message in messages for call in message.calls)
+    texts = sum(len(message.text) + len(message.reasoning) for message in messages)
+    return texts + calls + len(msgspec.json.encode(tools).decode())
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:

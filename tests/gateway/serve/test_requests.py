@@ -4,6 +4,7 @@ request as the token interface would have made; what other servers understand an
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from stretto.core.engine import EngineHealth, Progress
 from stretto.core.records import GenerateRequest, Sampling, Segment, StopReason
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto_gateway.serve.app import ServeApp
+from stretto_workflows.chat.bridge import Renderer
 from tests.engine.byte_policy import CONTEXT, NAME, VOCABULARY
 from tests.gateway.serve.serving import CHAT, COMPLETIONS, served_model
 
@@ -253,3 +255,34 @@ async def test_a_long_prompt_is_refused_without_holding_up_the_server(asking: As
     reply, _ = await task
     assert "prompt: 1,000,000 tokens" in reply.json()["error"]["message"]
     assert turns > 1  # had it been held up, it would have had one turn
+
+
+async def test_a_long_conversation_is_encoded_beside_the_server_wherever_its_text_is(
+    asking: Asking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, whole = list[threading.Thread](), Renderer.whole
+
+    def noted(renderer: Renderer, history: Any, tools: Any) -> tuple[int, ...]:
+        encoded.append(threading.current_thread())
+        return whole(renderer, history, tools)
+
+    monkeypatch.setattr(Renderer, "whole", noted)
+    long = "a" * 30_000
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": json.dumps({"a": long})}}
+    tool = {"type": "function", "function": {"name": "add", "description": long}}
+    for messages, tools in (
+        ([{"role": "user", "content": long}], []),
+        (
+            [
+                *HELLO,
+                {"role": "assistant", "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "c", "content": "3"},
+            ],
+            [],
+        ),
+        (HELLO, [tool]),
+        (HELLO, []),
+    ):
+        body = {"model": NAME, "messages": messages, **({"tools": tools} if tools else {})}
+        await asking.post(CHAT, json.dumps(body).encode())
+    assert [thread is threading.main_thread() for thread in encoded] == [False, False, False, True]

@@ -36,7 +36,7 @@ from stretto_gateway.dialects.messages import MessagesDialect
 from stretto_gateway.dialects.openai import ChoiceDialect
 from stretto_gateway.dialects.responses import ResponsesDialect
 from stretto_gateway.dialects.token_ids import TokenIdsDialect
-from stretto_gateway.model import ServedModel
+from stretto_gateway.model import ServedModel, characters_of
 from stretto_gateway.requests import PromptRequest, Request
 from stretto_gateway.serve.completing import Completing, Stream
 from stretto_gateway.serve.metrics import Counters
@@ -166,8 +166,8 @@ class ServeApp(ChatServer):
             if request.previous:
                 allowed = "null: this server keeps no conversation"
                 raise RefusedRequest("previous_response_id", repr(request.previous[:80]), allowed)
-            characters = sum(len(message.text) for message in request.messages)
             messages, tools = request.messages, request.tools
+            characters = characters_of(messages, tools)
             return [await model.encoded(characters, lambda: model.renderer.whole(messages, tools))]
         prompts, encode = request.prompts, model.template.encode
         characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))

@@ -23,7 +23,7 @@ from stretto.core.events import RecordedCall
 from stretto.core.forest import parent_of, paths
 from stretto.core.records import Record, Segment
 from stretto.core.states import LARGEST_REWARD, why_no_reward
-from stretto_gateway.model import ServedModel
+from stretto_gateway.model import ServedModel, characters_of
 from stretto_gateway.requests import NotServed
 from stretto_workflows.chat.bridge import Bridge, CompletedTurn, NextPrompt
 from stretto_workflows.chat.messages import ChatRequest, Match, Message, SampledTurn, Tool
@@ -339,8 +339,7 @@ class AgentSession:
         return history
 
     async def _prompt(self, history: tuple[Message, ...], tools: tuple[Tool, ...]) -> NextPrompt:
-        size = sum(map(_characters, history)) + len(msgspec.json.encode(tools).decode())
-        context = self.model.rule.context
+        size, context = characters_of(history, tools), self.model.rule.context
         most = context * self.model.longest_token
         if size > most:  # in any encoding, more tokens than the context has
             allowed = f"at most {most:,}, which no context of {context:,} tokens goes beyond"
@@ -365,11 +364,6 @@ def digest_of(request: ChatRequest) -> bytes:
     """Digest of a request, by which its recorded reply is found; it must not change between versions of stretto."""
     recorded = msgspec.structs.replace(request, limit=msgspec.UNSET)  # only the client's name of a field
     return blake2b(msgspec.json.encode(recorded, order="deterministic")).digest()
-
-
-def _characters(message: Message) -> int:
-    calls = sum(len(call.name) + len(call.arguments) for call in message.calls)
-    return len(message.text) + len(message.reasoning) + calls
 
 
 def shown(session: AgentSession) -> dict[str, Any]:
