@@ -193,6 +193,14 @@ def test_calls_are_charged_to_the_time_of_an_answer() -> None:
     assert found == Judgement(1, 2, "test 1: time limit of all tests", unknown=True)
 
 
+def test_a_program_that_speaks_of_the_time_limit_of_all_tests_is_wrong_all_the_same(judge: CodeReward) -> None:
+    told = "time limit of all tests"
+    for program, tests in ((f"exit({told!r})", BY_INPUT), (f"def f(n): raise OSError({told!r})", BY_CALL)):
+        found = judge.judge(program, tests)
+        assert found.problem.endswith(told)
+        assert (found.passed, found.unknown, found.right) == (0, False, False)
+
+
 class FailsAtFirst(Sandbox):
     """Its first run takes longer than an answer may, and comes to nothing."""
 

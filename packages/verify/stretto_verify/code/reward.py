@@ -99,13 +99,15 @@ class CodeReward:
             return Judgement(0, tests.count, "no program in the completion")
         clock = _Clock(self._config)
         passed, problem = self._judge_calls(program, tests.calls, clock, alike=tests.alike) if tests.calls else (0, "")
+        unknown = problem == _OUT_OF_TIME  # compared before a program's own words are put beside it
         for number, test in enumerate(tests.stdin, start=1):
             if problem and not to_the_end:
                 break
             found = self._judge_input(program, test, clock, alike=tests.alike)
-            problem = problem or (f"test {number}: {found}" if found else "")
+            if found and not problem:
+                problem, unknown = f"test {number}: {found}", found == _OUT_OF_TIME
             passed += not found
-        return Judgement(passed, tests.count, problem, unknown=problem.endswith(_OUT_OF_TIME))
+        return Judgement(passed, tests.count, problem, unknown)
 
     def close(self) -> None:
         self._sandbox.close()
