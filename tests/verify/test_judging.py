@@ -76,6 +76,21 @@ def test_a_process_that_judges_too_long_or_dies_is_replaced() -> None:
         worker.close()
 
 
+def test_a_verdict_that_nobody_waited_for_is_not_that_on_the_next_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    worker = Worker()
+    try:
+        assert worker.judge("1", "1", "", 0.5) == Judged("right")
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("stretto_verify.worker.select.select", interrupt)
+            worker.judge("2", "1", "", 0.5)
+        assert worker.judge("1", "1", "", 0.5) == Judged("right")
+    finally:
+        worker.close()
+
+
 @pytest.fixture
 def quickly_probed(monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxConfig]:
     """Limits of a program whose sandbox is attacked once, in place of all the attacks of `sandbox/test_attacks.py`."""

@@ -49,7 +49,11 @@ class Worker:
             return Judged("undecided", "the text is not valid Unicode (a lone surrogate)")
         first = self._process is None
         limit = clock_limit(seconds)
-        line = self._ask(request, limit + (_START_SECONDS if first else 0.0))
+        try:
+            line = self._ask(request, limit + (_START_SECONDS if first else 0.0))
+        except BaseException:  # such as KeyboardInterrupt: its verdict would be taken for that on the next completion
+            self.close()
+            raise
         if line.endswith(b"\n"):
             return msgspec.json.decode(line, type=Judged)
         self.close()

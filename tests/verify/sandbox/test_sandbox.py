@@ -61,6 +61,24 @@ def test_a_program_reads_its_input_and_writes_its_output(sandbox: Sandbox) -> No
     assert (ended.output.decode(), ended.errors, ended.well) == ("6 é\n", b"", True)
 
 
+class Interrupted(Exception):
+    """Raised by a signal's handler, as KeyboardInterrupt is."""
+
+
+def test_after_an_interrupted_run_the_next_program_gets_its_own_end(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise Interrupted
+
+    run(sandbox, "")
+    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+        patch.setattr(sandbox, "_follow", interrupt)
+        run(sandbox, "print('of the interrupted one'); exit(7)")
+    ended = run(sandbox, "print('of the next one')")
+    assert (ended.output, ended.status) == (b"of the next one\n", 0)
+
+
 @pytest.mark.parametrize(
     ("source", "status", "how"),
     [

@@ -169,6 +169,9 @@ class Sandbox:
         except OSError as error:
             problem = f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
             raise self._failed(problem) from error
+        except BaseException:  # a guest that has not got its settings takes no orders
+            self._end()
+            raise
 
     def run(self, task: Mapping[str, Any], given: bytes, seconds: float, patience: float | None = None) -> ProgramEnd:
         """Run the program of a task with `given` as its standard input; starts the guest if needed. `task`: the
@@ -198,6 +201,9 @@ class Sandbox:
                 reply, streams = self._follow(output.read, errors.read, time.monotonic() + patience + _GRACE)
         except OSError as error:
             raise self._failed(str(error)) from error
+        except BaseException:  # such as KeyboardInterrupt: the guest's report would be taken for the next program's
+            self._end()
+            raise
         status, timed_out, *used = REPLY.unpack_from(reply)
         if problem := reply[REPLY.size :].decode(errors="replace"):
             raise self._failed(problem)
