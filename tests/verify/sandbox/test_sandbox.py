@@ -79,6 +79,21 @@ def test_after_an_interrupted_run_the_next_program_gets_its_own_end(
     assert (ended.output, ended.status) == (b"of the next one\n", 0)
 
 
+def test_a_fork_of_the_process_has_a_guest_of_its_own(sandbox: Sandbox) -> None:
+    assert run(sandbox, "print(1)").output == b"1\n"
+    guest = sandbox._guest
+    child = os.fork()
+    if child == 0:  # nothing of the test's frame may run on in it
+        with contextlib.suppress(BaseException):
+            mine = run(sandbox, "print(2)").output == b"2\n" and (guest is None or sandbox._guest is not guest)
+            sandbox.close()
+            os._exit(0 if mine else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert run(sandbox, "print(3)").output == b"3\n"
+    assert sandbox._guest is guest or guest is None or not sandbox._keep
+
+
 @pytest.mark.parametrize(
     ("source", "status", "how"),
     [

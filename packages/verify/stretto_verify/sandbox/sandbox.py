@@ -138,7 +138,8 @@ class Sandbox:
     """Runs one program at a time (context manager). If `walls` and `config` are warm, one guest process runs all
     programs; otherwise each program gets a new one.
 
-    Start it in a thread that lives as long as the sandbox, because bubblewrap ends with the thread that started it.
+    Start it in a thread that lives as long as the sandbox, because bubblewrap ends with the thread that started it. In a
+    process that is forked meanwhile, it starts a guest of its own.
 
     Example::
 
@@ -155,6 +156,7 @@ class Sandbox:
         self._guest: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._words: int | None = None  # standard error of the guest and bubblewrap
+        self._process = os.getpid()  # that has started the guest
 
     def start(self) -> None:
         """Start the guest, if it is not running.
@@ -162,6 +164,7 @@ class Sandbox:
         Raises:
             SandboxFailed: these walls cannot be set up here; the message says why.
         """
+        self._let_go_after_a_fork()
         if self._guest is not None:
             return
         try:
@@ -215,11 +218,28 @@ class Sandbox:
 
     def close(self) -> None:
         """End the guest and everything that runs in the sandbox."""
+        self._let_go_after_a_fork()
         self._end()
         for held in (self._group, self._user):
             if held is not None:
                 held.close()
         self._group = self._user = None
+
+    def _let_go_after_a_fork(self) -> None:
+        """Close the descriptors of a guest that belongs to the process of which this one is a fork. Two processes that
+        sent orders to one guest would get each other's replies."""
+        if self._process == os.getpid():
+            return
+        if self._control is not None:
+            self._control.close()
+        if self._words is not None:
+            os.close(self._words)
+        if self._user is not None:
+            self._user.close()
+        if self._guest is not None:
+            self._guest.poll()  # it is no child of this process, and so counts as ended
+        self._control = self._guest = self._words = self._user = self._group = None
+        self._process = os.getpid()
 
     def __enter__(self) -> Self:
         return self
