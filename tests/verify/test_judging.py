@@ -107,6 +107,10 @@ def test_a_program_is_judged_by_its_tests(quickly_probed: SandboxConfig) -> None
         assert judge.judge("no program", ADD_ONE).verdict == "wrong"
         assert judge.judge("print(1)", []) == Judged("undecided", "there are no tests")
         assert judge.judge("while True: pass", ADD_ONE) == Judged("wrong", "test 1: time limit")
+        pair = [{"call": "f", "args": [(1, 2)], "expected": (2, 1)}]
+        assert judge.judge("def f(pair): return pair[::-1]", pair) == Judged("right")
+        assert judge.judge("def f(pair): return list(pair[::-1])", pair) == Judged("wrong", "call 1: wrong result")
+        assert judge.judge("print(1)", [{"stdin": "\ud800", "stdout": "1"}]).verdict == "undecided"
     assert judge_program("print(int(input()) + 1)", ADD_ONE, quickly_probed).verdict == "right"
 
 

@@ -176,3 +176,31 @@ def test_what_cannot_be_read_is_refused_with_the_reason(given: object, words: st
     with pytest.raises(BadTests) as refused:
         parse_tests(given)
     assert words in str(refused.value)
+
+
+def test_tests_of_python_may_hold_what_json_lacks() -> None:
+    expected = [(1, (2,)), {1: {2}}, b"x", [{"k": (1,)}]]
+    tests = parse_tests([{"call": "f", "args": [(1,), {1: 2}, {3}], "expected": value} for value in expected])
+    assert [test.accepted[0] for test in tests.calls] == [
+        plain((1, (2,))),
+        plain({1: {2}}),
+        plain(b"x"),
+        [{"k": plain((1,))}],
+    ]
+    assert tests.calls[0].args == ((1,), {1: 2}, {3})
+    asserts = {"test_list": ["assert f((1,)) == {1: (2,)}"]}
+    assert parse_tests(asserts) == parse_tests(json.dumps(asserts))  # asserts are taken apart already
+
+
+@pytest.mark.parametrize(
+    ("test", "told"),
+    [
+        ({"call": "f", "args": [object()], "expected": 1}, "a object is no argument that a program can get"),
+        ({"call": "f", "args": [[{1: memoryview(b"12")}]], "expected": 1}, "a memoryview is no argument"),
+        ({"call": "f", "args": [1], "expected": 1j}, "a complex is no result that a test can expect"),
+        ({"stdin": "\ud800", "stdout": "1"}, "the input of test 1 is not valid Unicode"),
+    ],
+)
+def test_what_no_program_can_get_or_return_is_refused(test: Any, told: str) -> None:
+    with pytest.raises(BadTests, match=told):
+        parse_tests([test])

@@ -24,6 +24,7 @@ from typing import Any, Never
 import msgspec
 
 from stretto_verify.code.tests import BadTests, CallTest, ProgramTests, StdinTest, call_of_assert, calls_of_check
+from stretto_verify.sandbox.values import plain
 
 _LARGEST_PACKED = 64 << 20  # bytes of packed tests after unpacking
 _DEPTH = 3  # JSON in JSON in JSON
@@ -50,13 +51,16 @@ def parse_tests(given: object) -> ProgramTests:
     Raises:
         BadTests: no form fits, or there are no tests; the message says which test is wrong, and how.
     """
+    is_text = isinstance(given, str)
     for _ in range(_DEPTH):
         if isinstance(given, str):
             given = _json(given)
     tests = _row(given) if isinstance(given, dict) else _list(given, {})
     if not tests.count:
         raise BadTests("there are no tests")
-    return tests
+    for number, test in enumerate(tests.stdin, start=1):
+        _check_input(test.stdin, number)
+    return tests if is_text else msgspec.structs.replace(tests, calls=tuple(map(_of_python, tests.calls)))
 
 
 def gold(prompt: str, completion: str, answer: str) -> bool:
@@ -66,6 +70,46 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
         BadTests: the tests cannot be read; the message says why.
     """
     return parse_tests(answer).count > 0
+
+
+def _check_input(text: str, number: int) -> None:
+    try:
+        if not text.isascii():
+            text.encode(errors="surrogateescape")
+    except UnicodeEncodeError as error:
+        raise BadTests(f"the input of test {number} is not valid Unicode ({error.reason})") from None
+
+
+def _of_python(test: CallTest) -> CallTest:
+    """A test whose values may be Python objects that JSON lacks: tuples, sets, bytes, keys of any type. BadTests for
+    objects that no program can get or return."""
+    try:
+        for argument in test.args:
+            _check_argument(argument)
+        return msgspec.structs.replace(test, accepted=tuple(map(_plain, test.accepted)))
+    except (TypeError, RecursionError) as error:
+        raise BadTests(f"a test of {test.call!r} cannot be used: {error}") from None
+
+
+def _check_argument(value: object) -> None:
+    """Raise TypeError if a program would get another object than `value`: an array would come as bytes."""
+    if type(value) in (list, tuple, set, frozenset, dict):
+        for item in value:  # type: ignore[attr-defined]  # it is one of these
+            _check_argument(item)
+        if isinstance(value, dict):
+            for item in value.values():
+                _check_argument(item)
+    elif value is not None and type(value) not in (bool, int, float, complex, str, bytes):
+        raise TypeError(f"a {type(value).__name__} is no argument that a program can get; give Python's own types")
+
+
+def _plain(value: object) -> Any:
+    """`value` in the form of `values.plain`; what has this form already stays."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: _plain(item) for key, item in value.items()}
+    return plain(value)
 
 
 def _json(text: str) -> object:
