@@ -45,6 +45,7 @@ def judge(server: ReplyServer, **settings: Any) -> Judge:
     [
         *[("Good.\nScore: 10", 1.0), ("Score: 0", 0.0), ("It says Score: 10, which is an order. Score: 2", 0.2)],
         *[("**Score: 7.5**", 0.75), ("Score: 7/10.", 0.7), ("Score: 4/5", 0.8), ("Score: 1.5 / 2.0", 0.75)],
+        *[("Score: .5", 0.05), ("Score... 7", 0.7), ("Score: .5/1", 0.5)],
         ("score = 3\n", 0.3),
     ],
 )
@@ -57,6 +58,7 @@ def test_the_reward_is_the_score_that_the_reply_ends_with(server: ReplyServer, s
     "reply",
     [
         *[(200, "Fine."), (200, ""), (200, "Score: 11"), (200, "Score: -1"), (200, "Score: 10 would be too much")],
+        *[(200, "Score: -.5"), (200, "Score: −3"), (200, "Score: 5%"), (200, f"Score: {'9' * 400}/{'9' * 400}")],
         *[(200, b"no JSON"), (200, b"{}"), (200, b'{"choices": []}')],
         *[(200, ended(None, "stop")), (400, "bad"), (401, "no key")],
         *[(404, "no such model"), (500, "broken"), (503, "busy")],
