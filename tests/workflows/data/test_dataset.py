@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from stretto.core.errors import DataError
 from stretto.rollout.tasks import JsonlTask
 from stretto_workflows.data.dataset import read_rows
+from stretto_workflows.data.rows import gold
 
 GOOD = '{"prompt": "3+8=", "answer": "11"}'
 
@@ -249,3 +250,9 @@ def test_any_text_survives(text: str, tmp_path_factory: pytest.TempPathFactory) 
     path.write_bytes(json.dumps({"prompt": text, "answer": text}, ensure_ascii=False).encode())
     (question,) = read_rows(path, task(path))
     assert (question.text, question.answer) == (text, text)
+
+
+def test_a_whole_number_beyond_any_float_is_an_answer() -> None:
+    assert gold(10**400, "rows.jsonl:1") == "1" + "0" * 400
+    with pytest.raises(DataError):
+        gold(float("inf"), "rows.jsonl:1")

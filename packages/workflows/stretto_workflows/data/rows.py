@@ -97,6 +97,7 @@ def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) 
 
 def gold(answer: object, place: str) -> str:
     """Convert a gold answer, a text or a finite number, to text; raises a DataError at `place` for anything else."""
-    if isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer):
+    is_whole = isinstance(answer, int) and not isinstance(answer, bool)  # it may be beyond any float
+    if is_whole or (isinstance(answer, float) and math.isfinite(answer)):
         answer = str(answer)
     return jsonl.text(answer, place, LARGEST_ROW)  # it may be the tests of a program
