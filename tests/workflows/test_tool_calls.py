@@ -78,6 +78,7 @@ GOOD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         *[(HermesForm(), "<tool_call>add(1, 2)</tool_call>"), (LlamaForm(), 'I say {"name": "add", "parameters": {}}')],
         *[(LlamaForm(), '{"name": "add", "parameters": {}} and more'), (LlamaForm(), '{"answer": 3}')],
         *[(MistralForm(), "[TOOL_CALLS]"), (MistralForm(), '[TOOL_CALLS][{"name": "add"')],
+        (MistralForm(), '[TOOL_CALLS]add[ARGS]{}, "name": "other"'),
         (HermesForm(), "<tool_call>" + '{"name": "a", "arguments": {"b": ' + "[" * 5000 + "</tool_call>"),
     ],
 )
@@ -114,6 +115,7 @@ def test_a_template_tells_its_form() -> None:
         ("small</think>3", ("small", "3")),  # its beginning was in the prompt
         ("<think>without an end", ("without an end", "")),
         ("3", ("", "3")),
+        ("<thinking>small</thinking>3 ends </think>", ("small", "3 ends </think>")),
     ],
 )
 def test_reasoning_is_split_from_the_answer(text: str, wanted: tuple[str, str]) -> None:

@@ -116,6 +116,8 @@ class MistralForm:
         written = [*_listed(parts[0])] if len(parts) == 1 and parts[0].lstrip().startswith("[") else []
         if not written:
             named = [part.partition(_ARGUMENTS) for part in parts]
+            if not all(_is_object(arguments) for _, _, arguments in named):  # `}, "name": "other"` would rename it
+                return Parsed(text)
             written = [
                 f'{{"name": {json.dumps(tool.strip())}, "arguments": {arguments}}}' for tool, _, arguments in named
             ]
@@ -147,7 +149,8 @@ def split_reasoning(text: str, opens: str = "") -> tuple[str, str]:
     (('small', '3'), ('small', ''))
     """
     text = with_opening(text, opens)
-    for begin, end in MARKS:
+    own = [(begin, end) for begin, end in MARKS if text.startswith(begin) and end in text]
+    for begin, end in own or MARKS:  # the rest may speak of other marks
         before, ended, behind = text.partition(end)
         if ended or text.startswith(begin):
             return before.removeprefix(begin).strip("\n"), behind.lstrip("\n")
@@ -186,13 +189,21 @@ def _parsed(text: str, outside: str, written: Iterable[str], name: NameCall) -> 
         try:
             call = msgspec.json.decode(one, type=_Written)
             arguments = (bytes(call.arguments) or bytes(call.parameters) or b"{}").decode()
-            msgspec.json.decode(arguments, type=dict[str, Any])
         except (UnicodeError, *UNREADABLE):
             return Parsed(text)
-        if not call.name:
+        if not call.name or not _is_object(arguments):
             return Parsed(text)
         found.append(ToolCall(name(number), call.name, arguments))
     return Parsed("" if outside.isspace() else outside, tuple(found)) if found else Parsed(text)
+
+
+def _is_object(text: str) -> bool:
+    """Whether a text is a JSON object."""
+    try:
+        msgspec.json.decode(text, type=dict[str, Any])
+    except (UnicodeError, *UNREADABLE):
+        return False
+    return True
 
 
 def _object(call: ToolCall, field: str) -> str:
