@@ -13,11 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from stretto.core.errors import RefusedRequest, RewardFunctionError, WorkflowError
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Outcome
+from stretto_workflows.exchange import Exchange
 from stretto_workflows.session import Session
 from stretto_workflows.wire import RUN_MARK, CallOrder, MemberEnded
 from stretto_workflows.worker_process import _OwnTime
@@ -103,6 +105,28 @@ def test_what_goes_wrong_is_the_reason_and_never_a_reward(
         assert trajectory.verdict.outcome is Outcome.UNDECIDED
         assert trajectory.verdict.reward is None
         assert re.search(reason, trajectory.verdict.reason), trajectory.verdict.reason
+
+
+@pytest.mark.parametrize("fields", [{"size": 10**30}, {"note": "\ud800"}])
+def test_a_row_that_cannot_be_sent_fails_its_trajectory_and_no_other(
+    fields: dict[str, Any], bench: Callable[..., Bench]
+) -> None:
+    class Strange(Bench):
+        def exchange(self, member: int) -> Exchange:
+            made = super().exchange(member)
+            return made if member else replace_task(made, fields)
+
+    made = bench("Asks", {"turns": 1})
+    strange = Strange(made.config, made.log)
+    first, second = strange.run()
+    assert first.verdict.outcome is Outcome.UNDECIDED
+    assert first.verdict.reason.startswith("its task cannot be sent to the workflow: ")
+    assert second.verdict.outcome is not Outcome.UNDECIDED
+
+
+def replace_task(exchange: Exchange, fields: dict[str, Any]) -> Exchange:
+    exchange.task = msgspec.structs.replace(exchange.task, fields=fields)
+    return exchange
 
 
 def test_one_that_hangs_fails_alone(bench: Callable[..., Bench]) -> None:

@@ -248,7 +248,12 @@ class WorkflowProcess:
         self._runs += 1
         member = self._members[self._runs] = _Member(self._runs, exchange, self._config.deadline)
         try:
-            await self._send(Begin(member.run, exchange.task))
+            try:
+                await self._send(Begin(member.run, exchange.task))
+            except (OverflowError, UnicodeEncodeError, RecursionError) as error:  # of the row's fields
+                member.gone = True  # it has not begun
+                member.fail(f"its task cannot be sent to the workflow: {type(error).__name__}: {error}")
+                return member.ended.result()
             ends: list[asyncio.Future[Any]] = [member.ended, member.broken, member.time.over, self.lost]
             awaited = f"the workflow of {exchange.session.id}"
             with waiting("conductor", awaited, self._config.deadline, member.time.runs):
