@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +16,16 @@ from stretto.core.records import Prompt, Sampling, Segment, StopReason, Trajecto
 from stretto.rollout.workflow import WorkflowConfig
 from stretto_verify.sandbox.probe import probe
 from stretto_workflows.built_in import tools
+from stretto_workflows.built_in.best_of_n import BestOfN
+from stretto_workflows.built_in.self_play import SelfPlay
 from stretto_workflows.built_in.tools import PythonTool, Search, calculate
+from stretto_workflows.built_in.user_simulator import UserSimulator
+from stretto_workflows.built_in.wording import filled
 from stretto_workflows.exchange import Exchange, Services
 from stretto_workflows.pool import WorkflowPool
 from stretto_workflows.rendering import PlainRendering, TemplateRendering
 from stretto_workflows.session import MemoryRecord, Session
-from stretto_workflows.task import WorkflowTask
+from stretto_workflows.task import TurnReply, WorkflowTask
 from tests.gateway.serving import ENDS, tokenizer_of
 from tests.launch.warm import session_server
 from tests.workflows.benches import score, verdict
@@ -137,9 +142,59 @@ def test_the_judge_s_choice_is_the_reward(tmp_path: Path) -> None:
     assert sorted(one.reward or 0.0 for one in trajectory.segments if one.sampled) == [0.0, 1.0, 1.0]
 
 
+def test_the_arguments_of_a_call_may_be_an_object_or_its_text() -> None:
+    def spelt_with(arguments: object) -> str:
+        call = {"id": None, "type": "function", "function": {"name": "add", "arguments": arguments}}
+        messages = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return TOKENIZER.spell(TemplateRendering(TOKENIZER).prompt(messages, 0, (), ())[0])
+
+    assert '"arguments": {"a": true, "b": "é"}' in spelt_with({"a": True, "b": "é"})
+    assert spelt_with({"a": True, "b": "é"}) == spelt_with('{"a": true, "b": "é"}')
+
+
+@pytest.mark.parametrize("number", ["0000012", "3", "0", "9" * 5000])
+def test_a_judge_that_names_no_answer_chooses_the_first(number: str, tmp_path: Path) -> None:
+    said = iter(["7", "12"])
+    config = WorkflowConfig(function="best_of_n", settings={"n": 2, "judge": "Which?{answers}"})
+    trajectory, _ = played(config, lambda text: number if "Which?" in text else next(said), tmp_path)
+    assert (trajectory.verdict.reward, trajectory.verdict.reason) == (1.0, "")
+
+
+def test_a_question_that_holds_a_name_in_braces_stays_as_it_is() -> None:
+    assert filled("{prompt}|{answer}|{done}", prompt="{answer}", answer="{prompt}") == "{answer}|{prompt}|{done}"
+
+
+async def test_the_critic_and_the_judge_get_the_question_as_it_is() -> None:
+    asked: list[str] = []
+
+    class Chat:
+        def __init__(self, messages: Any = ()) -> None:
+            asked.extend(message["content"] for message in messages)
+
+        def new(self, messages: Any, cause: str) -> "Chat":
+            return Chat(messages)
+
+        def copy(self) -> "Chat":
+            return self
+
+        def say(self, text: str) -> None:
+            """It is not asked again."""
+
+        async def generate(self) -> TurnReply:
+            return TurnReply(0, "said", {}, (), False)
+
+        async def score(self, text: str) -> float:
+            return 1.0
+
+    task = WorkflowTask("17", "Write {answer}, {answers} or {done}.", "7")
+    for workflow in (SelfPlay(), BestOfN(), UserSimulator(turns=2)):
+        await workflow.run(task, Chat())  # type: ignore[arg-type]  # a conversation by its methods
+    assert [text.count(task.prompt) for text in asked] == [1, 1, 1]
+
+
 def test_the_calculator_takes_arithmetic_and_nothing_else() -> None:
     assert [calculate(text) for text in ("(3+4)*5", "7/2", "-2**3", "10 % 4")] == ["35", "3.5", "-8", "2"]
-    for text in ("9**9**9", "__import__('os')", "1e400", "()", "1+", "(-1)**0.5", "1" * 600, "True"):
+    for text in ("9**9**9", "__import__('os')", "1e400", "()", "1+", "(-1)**0.5", "1" * 600, "True", "1e10**64"):
         with pytest.raises(ValueError, match=r"."):
             calculate(text)
 

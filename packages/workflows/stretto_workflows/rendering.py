@@ -3,6 +3,7 @@ unchanged; only new messages are encoded."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +100,7 @@ def _told(text: str, parsed: Parsed | None) -> dict[str, Any]:
 
 def _read(message: ChatMessage) -> Message:
     calls = [
-        ToolCall(str(call.get("id", "")), str(call["function"]["name"]), str(call["function"]["arguments"]))
+        ToolCall(str(call.get("id") or ""), str(call["function"]["name"]), _arguments(call["function"]["arguments"]))
         for call in message.get("tool_calls") or ()
     ]
     told = {
@@ -114,6 +115,11 @@ def _read(message: ChatMessage) -> Message:
         return msgspec.convert(told, Message)
     except msgspec.ValidationError as error:
         raise RefusedRequest("messages", f"{error}", 'a message is {"role": ..., "content": text}') from None
+
+
+def _arguments(given: object) -> str:
+    """Arguments of a call as JSON text. Chat templates take an object in its place, and so do messages here."""
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
 
 
 def _tool(tool: Mapping[str, Any]) -> Tool:

@@ -6,10 +6,12 @@ import asyncio
 import re
 from collections.abc import Sequence
 
+from stretto_workflows.built_in.wording import filled
 from stretto_workflows.conversation import Conversation, Workflow
 from stretto_workflows.task import Reward, WorkflowTask
 
 _JUDGE = "Question: {prompt}\n{answers}\nWhich answer is right? Say its number."
+_MOST_DIGITS = 6
 
 
 class BestOfN(Workflow):
@@ -31,7 +33,7 @@ class BestOfN(Workflow):
 
     def words(self) -> Sequence[str]:
         numbers = "\n".join(f"{number}: " for number in range(1, self._n + 1))
-        return [self._judge.replace("{prompt}", "").replace("{answers}", numbers)]
+        return [filled(self._judge, prompt="", answers=numbers)]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
         """Run one trajectory; returns the reward of the chosen completion. `named`: "mean" and "best" reward of all
@@ -39,10 +41,11 @@ class BestOfN(Workflow):
         replies = await asyncio.gather(*(chat.copy().generate() for _ in range(self._n)))
         scores = await asyncio.gather(*(chat.score(reply.text) for reply in replies))
         answers = "\n".join(f"{number}: {reply.text}" for number, reply in enumerate(replies, 1))
-        asked = self._judge.replace("{prompt}", task.prompt).replace("{answers}", answers)
+        asked = filled(self._judge, prompt=task.prompt, answers=answers)
         judge = await chat.new([{"role": "user", "content": asked}], cause="judge").generate()
         named = re.search(r"\d+", judge.text)
-        chosen = int(named[0]) if named and 1 <= int(named[0][:6]) <= self._n else 1
+        number = int(named[0]) if named and len(named[0]) <= _MOST_DIGITS else 0
+        chosen = number if 1 <= number <= self._n else 1
         value = scores[chosen - 1]
         by_turn = dict(zip((reply.node for reply in replies), scores, strict=True)) | {judge.node: value}
         return Reward(value, by_turn=by_turn, named={"mean": sum(scores) / self._n, "best": max(scores)})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from stretto_workflows.built_in.wording import filled
 from stretto_workflows.conversation import Conversation, Workflow
 from stretto_workflows.task import Reward, WorkflowTask
 
@@ -28,7 +29,7 @@ class SelfPlay(Workflow):
         self._critic, self._again, self._rounds = critic, again, rounds
 
     def words(self) -> Sequence[str]:
-        asked = self._critic.replace("{prompt}", "").replace("{answer}", "")
+        asked = filled(self._critic, prompt="", answer="")
         return [asked, self._again.replace("{criticism}", "")]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
@@ -38,7 +39,7 @@ class SelfPlay(Workflow):
         scores = [await chat.score(reply.text)]
         answers, critics = [reply.node], list[int]()
         for _ in range(self._rounds):
-            asked = self._critic.replace("{prompt}", task.prompt).replace("{answer}", reply.text)
+            asked = filled(self._critic, prompt=task.prompt, answer=reply.text)
             critic = chat.new([{"role": "user", "content": asked}], cause="critic")
             criticism = await critic.generate()
             chat.say(self._again.replace("{criticism}", criticism.text))

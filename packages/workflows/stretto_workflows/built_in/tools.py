@@ -65,7 +65,10 @@ def _value(node: ast.expr) -> float:
             one, other = _value(left), _value(right)
             if isinstance(op, ast.Pow) and abs(other) > _LARGEST_POWER:
                 raise ValueError(f"a power of {other:g}; {_LARGEST_POWER} is the largest")
-            found = _OPERATORS[type(op)](one, other)
+            try:
+                found = _OPERATORS[type(op)](one, other)
+            except OverflowError:  # a power of decimals beyond any float
+                found = math.inf
         case _:
             raise ValueError(f"{ast.unparse(node)!r} is no arithmetic")
     if isinstance(found, complex) or not abs(found) <= _LARGEST:

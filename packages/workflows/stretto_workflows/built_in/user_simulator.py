@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stretto_workflows.built_in.wording import filled
 from stretto_workflows.conversation import Conversation, Workflow
 from stretto_workflows.task import Reward, WorkflowTask
 
@@ -33,12 +34,12 @@ class UserSimulator(Workflow):
         self._user, self._done, self._turns, self._user_reward = user, done, turns, user_reward
 
     def words(self) -> Sequence[str]:
-        return [self._user.replace("{prompt}", "").replace("{done}", self._done)]
+        return [filled(self._user, prompt="", done=self._done)]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
         """Run one trajectory; returns the reward of the assistant's last turn, and in `by_turn` the reward of each
         assistant's turn and `user_reward` for each of the user's. `named`: number of "turns" of both sides."""
-        told = self._user.replace("{prompt}", task.prompt).replace("{done}", self._done)
+        told = filled(self._user, prompt=task.prompt, done=self._done)
         user = chat.new([{"role": "user", "content": told}], cause="user")
         by_turn: dict[int, float] = {}
         reply, score = await chat.generate(), 0.0
