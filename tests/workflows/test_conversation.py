@@ -3,7 +3,7 @@ meanwhile; no reply is lost, and what is sampled again behind an unchanged histo
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -146,3 +146,52 @@ def test_an_edit_of_a_copy_changes_neither_the_original_nor_the_task() -> None:
     for edited in (branch, other):
         edited.messages[0]["content"] = "(edited)"  # type: ignore[index]  # it is a dict
     assert (chat.messages[0]["content"], TASK.messages[0]["content"]) == ("q", "q")
+
+
+class Told:
+    """Orders whose calls are made at once, and whose turns keep how they are sampled."""
+
+    sampling: Mapping[str, Any] = {}
+
+    async def call(self, asked: bytes, run: Callable[[], Awaitable[bytes]], repeatable: bool) -> bytes:
+        return await run()
+
+    async def turn(self, *_: Any, sampling: Mapping[str, Any], **__: Any) -> TurnReply:
+        self.sampling = sampling
+        return TurnReply(0, "", {"role": "assistant", "content": ""}, (), False)
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+async def test_a_tool_s_failure_is_its_result_whatever_it_raises() -> None:
+    def fails(error: BaseException) -> Callable[[], None]:
+        def tool() -> None:
+            raise error
+
+        return tool
+
+    chat = Conversation(Told(), TASK)  # type: ignore[arg-type]  # of its orders it needs these two alone
+    assert await chat.tool("one", {}, fails(ValueError("no"))) == "ValueError: no"
+    assert await chat.tool("two", {}, fails(Unspeakable())) == "Unspeakable: (its message cannot be shown)"
+    assert await chat.tool("three", {}, fails(asyncio.CancelledError())) == "CancelledError: "
+
+
+async def test_a_trajectory_that_ends_takes_its_tool_along() -> None:
+    chat = Conversation(Told(), TASK)  # type: ignore[arg-type]  # as above
+    work = asyncio.create_task(chat.tool("waits", {}, asyncio.Event().wait))
+    await asyncio.sleep(0)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work
+
+
+async def test_a_single_stop_text_is_one_text_and_not_its_letters() -> None:
+    told = Told()
+    chat = Conversation(told, TASK)  # type: ignore[arg-type]  # as above
+    await chat.generate(stop="END")
+    assert told.sampling == {"stop": ["END"]}
+    await chat.generate(stop=("a", "bc"))
+    assert told.sampling == {"stop": ["a", "bc"]}

@@ -8,6 +8,7 @@ run(task, chat) ─► chat.generate() ─► a turn: sampled by an engine, or r
 from __future__ import annotations
 
 import abc
+import asyncio
 import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -145,7 +146,7 @@ class Conversation:
             token_ids: the exact prompt of the turn, in place of messages.
             tools: tools that the model may call, as in Chat Completions.
             max_tokens: a limit below ``sampling.max_tokens``, from 1; None: that one.
-            stop: further stop texts, beside those of the recipe.
+            stop: further stop texts, or a single one, beside those of the recipe.
             cause: reason for a branch that begins with this turn, for the record.
 
         Raises:
@@ -155,7 +156,7 @@ class Conversation:
         """
         sampling: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
         if stop:
-            sampling["stop"] = list(stop)
+            sampling["stop"] = [stop] if isinstance(stop, str) else list(stop)
         own = messages is None and not token_ids
         given = self.messages if messages is None else messages
         _check("messages", given, Mapping)
@@ -205,8 +206,10 @@ class Conversation:
                 found = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
                 found = await found if inspect.isawaitable(found) else found
                 text = found if isinstance(found, str) else json.dumps(found, default=str)
-            except Exception as error:  # the model gets the failure of a tool as its result
-                text = f"{type(error).__name__}: {error}"
+            except (Exception, asyncio.CancelledError) as error:  # the model gets a tool's failure as its result
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise  # it is not the tool's: the trajectory ends
+                text = f"{type(error).__name__}: {message_of(error)}"
             return text.encode(errors="replace")
 
         asked = json.dumps([name, arguments], sort_keys=True, default=str).encode(errors="replace")
@@ -223,6 +226,15 @@ class Conversation:
         answer = self._task.answer if answer is None else answer
         _check("texts that are scored", [text, answer], str)
         return await self._orders.score(text, answer)
+
+
+def message_of(error: BaseException) -> str:
+    """Message of an exception that user code has raised."""
+    try:
+        return str(error)
+    # Even an exception's own __str__ is user code.
+    except BaseException:
+        return "(its message cannot be shown)"
 
 
 def _check(name: str, values: object, kind: type) -> None:

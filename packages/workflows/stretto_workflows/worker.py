@@ -21,7 +21,7 @@ from stretto.core.states import why_no_reward
 from stretto.doors.loading import look_in
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.heartbeat import begin_role, bound_memory
-from stretto_workflows.conversation import Conversation, Workflow
+from stretto_workflows.conversation import Conversation, Workflow, message_of
 from stretto_workflows.loading import load_workflow, needs_of
 from stretto_workflows.orders import Orders
 from stretto_workflows.task import Reward, WorkflowTask
@@ -146,11 +146,7 @@ def ended_with(run: int, value: object) -> MemberEnded:
 
 
 def _described(error: BaseException) -> str:
-    try:
-        text = str(error)
-    # Even an exception's own __str__ is user code.
-    except BaseException:
-        text = "(its message cannot be shown)"
+    text = message_of(error)
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [f" in {file}:{line}" for file, line in frames if not file.startswith("<") and not _is_ours(file)]
     kind = f"{type(error).__name__}{own[0] if own else ''}"
