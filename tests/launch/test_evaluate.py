@@ -126,6 +126,11 @@ def test_a_mapping_brings_its_reward_and_a_task_of_reasoning_gym_its_own() -> No
         ("final_answer", "3+4=7", "7"),
         ("exact_match", "  a  b ", "a b"),
         ("reasoning_gym", "<answer> x </answer>", "x"),
+        *[("last_number", "<think>5</think>", None), ("last_number", "<think>5", None)],
+        *[("last_number", "(3,4)", "4"), ("last_number", "072.50", "72.5")],
+        *[("final_answer", "<think>x=5", None), ("final_answer", "<think>x=5</think>x=07", "7")],
+        *[("reasoning_gym", "<think><answer>5</answer></think>7", "7"), ("reasoning_gym", "<think>7", None)],
+        ("math", "<think>" + "well " * 5000 + "so it is 42", None),  # the mark is far before the end
     ],
 )
 def test_final_answers_are_read_as_the_reward_reads_them(reward: str, completion: str, final: str | None) -> None:

@@ -37,7 +37,12 @@ def final_answer(prompt: str, completion: str, answer: str) -> bool:
     >>> final_answer("3+8+5=", "3+8=11;11+5=16", "16"), final_answer("3+8+5=", "3+8=11;11+5=16=", "16")
     (True, False)
     """
-    return _canonical(said(completion, prompt).rpartition("=")[2]) == _canonical(answer)
+    return behind_the_last_sign(prompt, completion) == _canonical(answer)
+
+
+def behind_the_last_sign(prompt: str, completion: str) -> str:
+    """The answer that `final_answer` compares: equal for completions that it takes for equal; "" if there is none."""
+    return _canonical(said(completion, prompt).rpartition("=")[2])
 
 
 def exact_match(prompt: str, completion: str, answer: str) -> bool:
@@ -59,8 +64,13 @@ def last_number(prompt: str, completion: str, answer: str) -> bool:
         Undecided: the gold answer is no number.
     """
     gold = _number_of(answer)
+    return number_of_completion(prompt, completion) == gold
+
+
+def number_of_completion(prompt: str, completion: str) -> str | None:
+    """The number that `last_number` compares: equal for completions that it takes for equal; None without one."""
     numbers = _NUMBER.findall(said(completion, prompt))
-    return bool(numbers) and _canonical_decimal(numbers[-1]) == gold
+    return _canonical_decimal(numbers[-1]) if numbers else None
 
 
 def number_gold(prompt: str, completion: str, answer: str) -> bool:

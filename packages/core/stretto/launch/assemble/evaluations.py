@@ -11,28 +11,39 @@ from dataclasses import replace
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.evaluation import BestPolicy, Evaluations, Evaluator, PeriodicEvaluation
 from stretto.loop.records.recorder import Recorder
+from stretto.rewards.functions import behind_the_last_sign, number_of_completion
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine
 from stretto_verify.math.extract.final import final_answer, without_frame
+from stretto_verify.math.limits import LONGEST_COMPLETION
+from stretto_verify.thoughts import opened, said
 
-_LONGEST = 20_000  # characters at the end of a completion that are searched for its final answer
-_NUMBER = re.compile(r"[-+]?[0-9][0-9,]*(?:\.[0-9]+)?")
+_LONGEST = 20_000  # characters at the end of a prompt that a completion may repeat
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
+# Thoughts count as little as for the reward: a vote is one for the answer that is judged.
+
+
 def _of_math(prompt: str, completion: str) -> str | None:
-    found = final_answer(without_frame(completion[-_LONGEST:], prompt[-_LONGEST:]))
+    if len(completion) > LONGEST_COMPLETION:
+        return None
+    found = final_answer(without_frame(completion, prompt[-_LONGEST:]))
     return _plain(found.text) if found is not None else None
 
 
-def _last_number(prompt: str, completion: str) -> str | None:
-    found = _NUMBER.findall(completion[-_LONGEST:])
-    return found[-1].replace(",", "") if found else None
+def _behind_the_last_sign(prompt: str, completion: str) -> str | None:
+    return _plain(behind_the_last_sign(prompt, completion))
+
+
+def _whole(prompt: str, completion: str) -> str | None:
+    return None if opened(prompt) and not said(completion, prompt) else _plain(completion)
 
 
 def _tagged(prompt: str, completion: str) -> str | None:
-    found = _TAGGED.findall(completion)
-    return _plain(found[-1] if found else completion)
+    text = said(completion, prompt)
+    found = _TAGGED.findall(text)
+    return _plain(found[-1] if found else text)
 
 
 def _plain(text: str) -> str | None:
@@ -43,9 +54,9 @@ def _plain(text: str) -> str | None:
 #: By name of the reward: function from (prompt, completion) to the final answer, or None if there is none. Rewards
 #: that are not listed have no maj@n.
 FINAL_ANSWERS: Mapping[str, Callable[[str, str], str | None]] = {
-    "exact_match": lambda prompt, completion: _plain(completion),
-    "final_answer": lambda prompt, completion: _plain(completion.rpartition("=")[2]),
-    "last_number": _last_number,
+    "exact_match": _whole,
+    "final_answer": _behind_the_last_sign,
+    "last_number": number_of_completion,
     "math": _of_math,
     "reasoning_gym": _tagged,
 }
