@@ -7,7 +7,9 @@
 - A run that was killed before it had begun can be begun, or gone on with.
 """
 
+import errno
 import json
+import os
 import shutil
 from contextlib import closing
 from dataclasses import replace
@@ -32,6 +34,7 @@ from stretto.store.checkpoints import Checkpoints
 from stretto.store.config import StoreConfig
 from stretto.store.ending import ENDING, Ending, read_ending
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.lock import is_held
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
 from stretto.trainer.config import TrainerConfig
@@ -435,3 +438,15 @@ def test_a_run_without_a_folder_gets_one_with_its_recipes_name_and_the_time(
     prepared.folder.release()
     assert prepared.path.parent == Path("runs")
     assert prepared.path.name.startswith("recipe-20")
+
+
+def test_a_folder_that_could_not_be_filled_is_not_in_use(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    run_dir = recipe.parent / "run"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr("stretto.launch.train.write_questions", full)
+        prepare(recipe, [], run_dir, resume=False)
+    assert not is_held(run_dir)
+    prepare(recipe, [], run_dir, resume=True).folder.release()

@@ -250,6 +250,16 @@ def _new(path: Path, plan: Plan) -> RunFolder:
     """Create and lock the folder of a new run, and record in it what a resumed run is compared with. Raises
     RunFolderError if the folder holds another run or other files, is in use, or cannot be written."""
     folder = RunFolder.create(path)
+    try:
+        _fill(folder, plan)
+    except BaseException:
+        folder.release()
+        raise
+    return folder
+
+
+def _fill(folder: RunFolder, plan: Plan) -> None:
+    """Write what a new run folder has from the start: recipe, ledger, questions, versions and machine."""
     folder.write("recipe.toml", to_toml(plan.recipe))
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:  # from now on the run can be resumed
         ledger.put(_QUESTIONS, _fingerprints(plan)[0])
@@ -261,7 +271,6 @@ def _new(path: Path, plan: Plan) -> RunFolder:
     write_questions(folder, plan)
     folder.write("versions.json", _json(library_versions()))
     folder.write("machine.json", _json(machine()))
-    return folder
 
 
 def _fingerprints(plan: Plan) -> tuple[str, str]:
