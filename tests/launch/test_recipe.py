@@ -223,7 +223,7 @@ def test_all_mistakes_of_a_file_come_together(tmp_path: Path) -> None:
         (b"seed = 1\n[model\n", "line 2, column 7"),
         (b"seed = 1\nseed = 2\n", "broken TOML: Cannot overwrite a value (at line 2"),
         (b"seed = 1 2", "broken TOML"),
-        (b"a = " + b"[" * 5000, "broken TOML"),
+        *[(b"a = " + b"[" * 5000, "broken TOML"), (b"seed = " + b"1" * 5000, "broken TOML: Exceeds the limit")],
         (b"# " + b"x" * (1 << 20), "less than 1 MiB"),
     ],
 )
@@ -269,6 +269,9 @@ def test_overrides_replace_values_and_take_words_without_quotes(tmp_path: Path) 
         ("trainer.steps=many", "trainer.steps: 'many'"),
         ("trainer.steps=", "trainer.steps: ''"),
         ("algorithm.entropy=True", "algorithm.entropy: 'True'"),
+        *[("seed=" + "1" * 5000, "override seed: '1111"), ("algorithm.loss=" + "[" * 5000, "override algorithm.loss")],
+        ("trainer.steps=3\nseed=4", "override trainer.steps: "),  # not 3 steps, without a word about the seed
+        *[("logging.to=[[1]]", "override logging.to"), ("logging.tags=[{}]", "override logging.tags")],
     ],
 )
 def test_an_override_that_makes_no_sense_is_refused(tmp_path: Path, override: str, expected: str) -> None:

@@ -127,6 +127,7 @@ def test_a_template_writes_the_prompt_from_the_columns(tmp_path: Path) -> None:
         ("{{ levle }}", "the template uses a name that the row lacks ('levle' is undefined); did you mean 'level'?"),
         ("{{ q / 2 }}", "the template cannot be rendered: TypeError"),
         ("{{ q.__class__.__mro__ }}", "SecurityError"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "cannot be rendered: RecursionError"),
         ("{{ '' }}", "a text is needed"),
     ],
 )
@@ -141,6 +142,7 @@ def test_a_template_that_fits_no_row_is_named_with_the_row(tmp_path: Path, templ
     ("settings", "expected"),
     [
         ({"template": "{{ q "}, "the template is broken in line 1"),
+        ({"template": "{{ " + "(" * 3000}, "the template is broken: its expressions are nested too deeply"),
         ({"mapping": "gsm8"}, "mapping 'gsm8' is unknown; did you mean 'gsm8k'?"),
         ({"mapping": "gsm8k"}, "names the columns, and so does answer_field, prompt_field"),
         ({"streaming": True}, "streaming = true reads as many rows as `rows` says"),

@@ -37,6 +37,8 @@ def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
         )
     except TemplateSyntaxError as error:
         raise ValueError(f"the template is broken in line {error.lineno}: {error.message}") from None
+    except RecursionError:
+        raise ValueError("the template is broken: its expressions are nested too deeply") from None
 
     def render(row: Mapping[str, Any], place: str) -> str:
         try:
@@ -45,7 +47,7 @@ def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
             name = str(error).split("'")[1] if "'" in str(error) else ""
             raise mistake(place, f"the template uses a name that the row lacks ({error})", nearest(name, row)) from None
         # A template is a user's program, which calls methods of the row's values.
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             raise mistake(place, f"the template cannot be rendered: {type(error).__name__}: {error}") from None
 
     return render

@@ -130,7 +130,9 @@ def _listed(value: object) -> object:
     returned as it is."""
     if isinstance(value, str):
         return (value,)
-    return tuple(dict.fromkeys(value)) if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    return tuple(one for at, one in enumerate(value) if one not in value[:at])  # any value, which is refused by its place
 
 
 def _known(name: object) -> object:

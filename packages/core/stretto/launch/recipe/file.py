@@ -35,7 +35,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise RecipeError([Problem(place, "is empty", f"{_example()} is a whole one")])
     try:
         return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: TOMLDecodeError, or a number of thousands of digits
         raise RecipeError([Problem(place, f"broken TOML: {error}")]) from None
 
 

@@ -97,9 +97,10 @@ def parsed_value(text: str) -> Any:
     """Parse a TOML value; a text that is no TOML is returned as it is, so ``rollout.beyond_bound=wait`` needs no
     quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):  # ValueError: TOMLDecodeError, or a number of thousands of digits
         return text
+    return found["value"] if len(found) == 1 else text  # further lines would be lost
 
 
 _REMEDY = "write it into a file beside the recipe or the notebook, import it from there, and give that"
