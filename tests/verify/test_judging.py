@@ -4,6 +4,9 @@ stretto.)
 """
 
 import json
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -132,6 +135,15 @@ def test_lines_come_back_with_verdict_and_reason(tmp_path: Path, capfd: pytest.C
     assert (told[1]["verdict"], told[1]["gold"]) == ("undecided", rows[1]["gold"])
     assert f"{tmp_path}/completions.jsonl:2: undecided: " in printed.err
     assert "1 of 2 lines undecided" in printed.err
+
+
+def test_output_that_nobody_reads_any_more_ends_the_command_without_a_traceback(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "stretto_verify.cli", "math", written(tmp_path, {"completion": "1", "gold": "1"})]
+    ended = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, timeout=120, check=False)
+    os.close(write)
+    assert (ended.returncode, ended.stderr) == (1, b"")
 
 
 @pytest.mark.usefixtures("quickly_probed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -33,8 +34,9 @@ class BadLines(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 2 for a mistake in the file or if no sandbox can be made, else 0,
-    whatever the verdicts. `arguments`: None for those of the process. Wrong ones end the process with exit code 2."""
+    """Run the command and return its exit code: 2 for a mistake in the file or if no sandbox can be made, 1 if nobody
+    reads the rest of the output, as behind ``| head``, else 0, whatever the verdicts. `arguments`: None for those of
+    the process. Wrong ones end the process with exit code 2."""
     parser = argparse.ArgumentParser("stretto-verify", description="Verdicts on the completions of a JSONL file.")
     parser.add_argument("kind", choices=("math", "code"), help="final answers against `gold`, or programs and `tests`")
     parser.add_argument("file", type=Path, help="one JSON object a line, with `completion` and `gold` or `tests`")
@@ -46,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (BadLines, SandboxRefused) as mistake:
         print(mistake, file=sys.stderr)
         return _MISTAKE
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is written at the interpreter's end
+        return 1
     return 0
 
 
