@@ -445,8 +445,10 @@ def test_a_folder_that_could_not_be_filled_is_not_in_use(recipe: Path, monkeypat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     run_dir = recipe.parent / "run"
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr("stretto.launch.train.write_questions", full)
+    monkeypatch.setattr("stretto.launch.train.write_questions", full)
+    with pytest.raises(OSError, match="No space left"):
         prepare(recipe, [], run_dir, resume=False)
     assert not is_held(run_dir)
-    prepare(recipe, [], run_dir, resume=True).folder.release()
+    with pytest.raises(OSError, match="No space left"):  # as full as before, and in nobody's use
+        prepare(recipe, [], run_dir, resume=True)
+    assert not is_held(run_dir)

@@ -72,9 +72,10 @@ def test_after_an_interrupted_run_the_next_program_gets_its_own_end(
         raise Interrupted
 
     run(sandbox, "")
-    with monkeypatch.context() as patch, pytest.raises(Interrupted):
+    with monkeypatch.context() as patch:
         patch.setattr(sandbox, "_follow", interrupt)
-        run(sandbox, "print('of the interrupted one'); exit(7)")
+        with pytest.raises(Interrupted):
+            run(sandbox, "print('of the interrupted one'); exit(7)")
     ended = run(sandbox, "print('of the next one')")
     assert (ended.output, ended.status) == (b"of the next one\n", 0)
 

@@ -138,8 +138,8 @@ class Sandbox:
     """Runs one program at a time (context manager). If `walls` and `config` are warm, one guest process runs all
     programs; otherwise each program gets a new one.
 
-    Start it in a thread that lives as long as the sandbox, because bubblewrap ends with the thread that started it. In a
-    process that is forked meanwhile, it starts a guest of its own.
+    Start it in a thread that lives as long as the sandbox, because bubblewrap ends with the thread that started it. A
+    fork of the process starts a guest of its own.
 
     Example::
 

@@ -47,7 +47,15 @@ def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
             name = str(error).split("'")[1] if "'" in str(error) else ""
             raise mistake(place, f"the template uses a name that the row lacks ({error})", nearest(name, row)) from None
         # A template is a user's program, which calls methods of the row's values.
-        except (TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise mistake(place, f"the template cannot be rendered: {type(error).__name__}: {error}") from None
 
     return render

@@ -132,7 +132,9 @@ def _listed(value: object) -> object:
         return (value,)
     if not isinstance(value, list):
         return value
-    return tuple(one for at, one in enumerate(value) if one not in value[:at])  # any value, which is refused by its place
+    return tuple(
+        one for at, one in enumerate(value) if one not in value[:at]
+    )  # any value, which is refused by its place
 
 
 def _known(name: object) -> object:
