@@ -132,9 +132,8 @@ def _listed(value: object) -> object:
         return (value,)
     if not isinstance(value, list):
         return value
-    return tuple(
-        one for at, one in enumerate(value) if one not in value[:at]
-    )  # any value, which is refused by its place
+    # Values that cannot be hashed, too: each is refused later, by its place.
+    return tuple(one for at, one in enumerate(value) if one not in value[:at])
 
 
 def _known(name: object) -> object:
