@@ -4,7 +4,7 @@ their pages."""
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -145,7 +145,7 @@ def test_the_judge_s_choice_is_the_reward(tmp_path: Path) -> None:
 def test_the_arguments_of_a_call_may_be_an_object_or_its_text() -> None:
     def spelt_with(arguments: object) -> str:
         call = {"id": None, "type": "function", "function": {"name": "add", "arguments": arguments}}
-        messages = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        messages: list[Mapping[str, Any]] = [*MESSAGES, {"role": "assistant", "content": "", "tool_calls": [call]}]
         return TOKENIZER.spell(TemplateRendering(TOKENIZER).prompt(messages, 0, (), ())[0])
 
     assert '"arguments": {"a": true, "b": "é"}' in spelt_with({"a": True, "b": "é"})
