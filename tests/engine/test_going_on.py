@@ -2,6 +2,7 @@
 
 - They come out as they would have: the same tokens, the log-probabilities and versions of the beginning as they were.
 - How far an unfinished answer has come can be asked at any time, and is enough to go on from.
+- Behind a beginning that has ended, by a stop or at its length, nothing is written.
 - A beginning that no engine can have written is refused, with the field, and the engine goes on.
 """
 
@@ -12,9 +13,10 @@ import pytest
 from msgspec.structs import replace
 
 from stretto.core.errors import RefusedRequest
-from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
+from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.folder import load_policy
+from stretto.model.hf.tokenizer import load_tokenizer
 from tests.engine.answering import engine_of
 from tests.engine.byte_policy import generated
 from tests.tolerances import EXACT
@@ -81,8 +83,8 @@ def begun(*tokens: int, logprob: float = -0.5, versions: tuple[int, ...] = (0,),
     [
         (Segment.of((4,)), "prefixes: 1 tokens; as many log-probabilities and versions"),
         (
-            begun(*(4,) * 24, versions=(0,) * 24),
-            "prefixes: 24 tokens; fewer than 24, which max_tokens and the context of",
+            begun(*(4,) * 25, versions=(0,) * 25),
+            "prefixes: 25 tokens; at most 24, which max_tokens and the context of",
         ),
         (begun(99), "prefixes: token 99; 0 to 21, the vocabulary"),
         (begun(-1), "prefixes: token -1; 0 to 21, the vocabulary"),
@@ -116,14 +118,43 @@ def test_versions_of_a_beginning_never_decrease(folder: Path) -> None:
     assert generated(ours, forward)[0].versions[:3] == (1, 2, 3)
 
 
-def test_a_beginning_that_fills_the_context_is_refused_and_one_that_leaves_a_place_goes_on(folder: Path) -> None:
+def test_a_beginning_longer_than_the_context_is_refused_and_one_that_leaves_a_place_goes_on(folder: Path) -> None:
     ours, long = engine_of(folder, slots=2), replace(REQUEST, seeds=(1,), sampling=Sampling(max_tokens=10_000))
 
     def prefixes(tokens: int) -> GenerateRequest:
         return replace(long, prefixes=(Segment.of((4,) * tokens, (-0.5,) * tokens, (0,) * tokens),))
 
-    for tokens in (189, 190, 5_000):  # of a context of 192 the prompt takes three
-        with pytest.raises(RefusedRequest, match=f"prefixes: {tokens} tokens; fewer than 189, .* the context of 192"):
+    for tokens in (190, 5_000):  # of a context of 192 the prompt takes three
+        with pytest.raises(RefusedRequest, match=f"prefixes: {tokens} tokens; at most 189, .* the context of 192"):
             ours.add(prefixes(tokens))
     assert ours.idle
     assert len(generated(ours, prefixes(188))[0].token_ids) == 189
+    [full] = generated(ours, prefixes(189))
+    assert (full.token_ids, full.stop_reason) == ((4,) * 189, StopReason.LENGTH)
+
+
+def test_nothing_is_sampled_behind_a_beginning_that_has_ended(folder: Path) -> None:
+    """The engine before was lost between the last token and its end; the third completion goes on."""
+    ours = engine_of(folder, slots=4)
+    asked = replace(REQUEST, sampling=Sampling(max_tokens=3, stop_token_ids=(9,)))
+    stopped, full = begun(4, 9, versions=(0, 0), interrupted=2), begun(4, 5, 6, versions=(0, 0, 0))
+    ours.add(replace(asked, prefixes=(stopped, full, begun(4))))
+    ended = ours.step()
+    ours.check_integrity()
+    assert [(one.member, one.token_ids, one.stop_reason) for one in ended] == [
+        (0, (4, 9), StopReason.STOP),
+        (1, (4, 5, 6), StopReason.LENGTH),
+    ]
+    assert (ended[0].behavior_logprobs, ended[0].versions, ended[0].interrupted) == ((-0.5, -0.5), (0, 0), 2)
+    assert (ours.health().generated, ours.health().unfinished, list(ours.new_tokens({REQUEST.id}))) == (0, 6, [])
+    rest = [one for _ in range(2) for one in ours.step()]
+    assert [one.member for one in rest] == [2]
+    assert ours.idle
+    ours.check_integrity()
+
+
+def test_nothing_is_sampled_behind_a_stop_text(folder: Path, engine: NativeEngine) -> None:
+    tokens, tokenizer = (4, 5, 6), load_tokenizer(folder)
+    asked = replace(REQUEST, seeds=(1,), sampling=Sampling(max_tokens=8, stop=(tokenizer.decode(tokens[1:]),)))
+    [ended] = generated(engine, replace(asked, prefixes=(begun(*tokens, versions=(0, 0, 0)),)))
+    assert (ended.token_ids, ended.stop_reason) == (tokens, StopReason.STOP)

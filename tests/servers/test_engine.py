@@ -184,6 +184,17 @@ async def test_a_stop_text_ends_a_completion_with_the_token_that_completes_it(
     assert not server.running  # nothing is generated for nobody
 
 
+async def test_nothing_is_sampled_behind_a_beginning_that_has_ended() -> None:
+    """The engine before was lost between the last token and its end: a stop token, a stop text, the limit."""
+    server, engine = await at(0)
+    begun = [Segment.of(tokens, (-1.0,) * len(tokens), (0,) * len(tokens)) for tokens in ((7, 1), (5, 7, 8), (5,) * 12)]
+    stream = engine.submit_all([request("ab", completions=3, stop=("HI",), prefixes=tuple(begun))])
+    found = await completions_of(server, stream)
+    assert [one.token_ids for one in found] == [one.token_ids for one in begun]
+    assert [one.stop_reason for one in found] == [StopReason.STOP, StopReason.STOP, StopReason.LENGTH]
+    assert server.asked == []
+
+
 async def test_a_closed_request_ends_on_the_server_and_its_tokens_count_as_wasted() -> None:
     server, engine = await at(0)
     engine.submit_all([request("ab", completions=2), request("cd", max_tokens=1)])

@@ -30,6 +30,7 @@ class OpenCompletion:
         asked: whether a request is in progress.
         had: versions that the server has had during the request in progress.
         done: whether the completion has ended and was passed to its stream.
+        stopped: whether its tokens have completed a stop text.
     """
 
     request: GenerateRequest
@@ -47,6 +48,7 @@ class OpenCompletion:
     asked: bool = False
     had: list[int] = field(default_factory=list)
     done: bool = False
+    stopped: bool = False
 
     def __post_init__(self) -> None:
         prefix = self.request.prefixes[self.member] if self.request.prefixes else Segment()
@@ -54,8 +56,7 @@ class OpenCompletion:
         self.logprobs += prefix.behavior_logprobs
         self.versions += prefix.versions
         self.interrupted = prefix.interrupted
-        if self.watch is not None:
-            self.watch.completed(prefix.token_ids)
+        self.stopped = self.watch is not None and self.watch.completed(prefix.token_ids)
 
     def continuation(self, attempt: int, version: int) -> Continuation:
         """Make the next request to the server, which has `version`, and reset the state of the request in progress. The
@@ -84,7 +85,6 @@ class OpenCompletion:
                 lists, if they are requested); or there are more tokens than requested.
         """
         self._check(delta, vocab_size)
-        stopped = False
         for place, token in enumerate(delta.token_ids):
             self.token_ids.append(token)
             self.logprobs.append(delta.logprobs[place])
@@ -94,9 +94,9 @@ class OpenCompletion:
             self.told += 1
             self.uncertain += len(self.had) > 1
             if self.watch is not None and self.watch.completed((token,)):
-                stopped = True
+                self.stopped = True
                 break
-        return stopped
+        return self.stopped
 
     def _check(self, delta: Delta, vocab_size: int) -> None:
         request, count = self.request, len(delta.token_ids)
@@ -120,9 +120,9 @@ class OpenCompletion:
 
     @property
     def whole(self) -> str:
-        """Why the completion has ended by its tokens alone: "stop" after a stop token, "length" at the limit; "" if it
-        goes on. A pause of the server may be faster than the news of this end."""
-        if self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
+        """Why the completion has ended by its tokens alone: "stop" after a stop token or text, "length" at the limit;
+        "" if it goes on. A pause of the server may be faster than the news of this end."""
+        if self.stopped or self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.limit else ""
 

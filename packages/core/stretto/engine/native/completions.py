@@ -63,9 +63,10 @@ class Completions:
         self._versions = np.zeros((rows, _FIRST_WIDTH), np.int64)
         self._last: tuple[Ints, Ints] | None = None  # rows and tokens of the last step
 
-    def open(self, row: int, member: Member) -> None:
+    def open(self, row: int, member: Member) -> bool:
         """Start the completion of `member`, whose request has been checked, in a row: store its prompt, settings and
-        prefix, and replace earlier contents."""
+        prefix, and replace earlier contents. Returns whether the prefix has ended already, by a stop or its limit: then
+        no token may be sampled after it, and `close` is next."""
         prompt, sampling = member.request.prompt_token_ids, member.request.sampling
         self.limits[row] = min(member.tokens, self._context_length)
         self._widen(int(self.limits[row]), len(sampling.stop_token_ids))
@@ -85,14 +86,13 @@ class Completions:
         self.interrupted[row] = 0
         self._stops[row] = _NO_TOKEN
         self._stops[row, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
-        if member.request.prefixes:
-            self._resume(row, member.request.prefixes[member.index])
+        return bool(member.request.prefixes) and self._resume(row, member.request.prefixes[member.index])
 
-    def _resume(self, row: int, prefix: Segment) -> None:
-        """Append a segment that another engine or an earlier process sampled, and continue after it. Does nothing for
-        an empty segment."""
+    def _resume(self, row: int, prefix: Segment) -> bool:
+        """Append a segment that another engine or an earlier process sampled, and continue after it; returns whether it
+        has ended. Does nothing for an empty segment."""
         if not prefix.length:
-            return
+            return False
         token_ids = prefix.token_ids
         start, end = int(self.lengths[row]), int(self.lengths[row]) + prefix.length
         self._history[row, start:end] = token_ids
@@ -100,10 +100,13 @@ class Completions:
         self._versions[row, start:end] = prefix.versions
         self.newest[row], self.lengths[row], self._own[row] = token_ids[-1], end, end
         self.interrupted[row] = prefix.interrupted
+        stopped = bool((self._stops[row] == token_ids[-1]).any())
         if row in self._watches:
-            self._completed_stop(row)  # the watch has counted these tokens
+            stopped |= self._completed_stop(row)  # the watch has counted these tokens
         if row in self.matchers:
             self.matchers[row].take(token_ids)
+        self._stopped[row] = stopped
+        return stopped or end >= int(self.limits[row])
 
     def context(self, row: int) -> Ints:
         """All tokens of a row except the newest: the tokens whose KV entries the row needs before its next step."""

@@ -201,7 +201,7 @@ class NativeEngine:
 
     def step(self) -> list[Completion]:
         """Start what fits, then sample one token of every running completion; returns the completions that ended. Does
-        nothing when idle.
+        nothing when idle. Completions whose prefixes have ended are returned by a step that samples nothing.
 
         Raises:
             BrokenLogits: logits of some requests are not finite. No completion got a token. Unless `give_up` is called,
@@ -213,8 +213,11 @@ class NativeEngine:
         if self.in_doubt:
             raise UnprovenWeights(self.name, "may have the weights of no version", 1)
         start, columns, self._has_sampled = time.monotonic(), self._completions, False
-        for row, member in self._scheduler.admit():
-            columns.open(row, member)
+        whole = [row for row, member in self._scheduler.admit() if columns.open(row, member)]
+        if whole:  # returned at once: an error of the others would lose them
+            completions = [columns.close(row, self._scheduler.finish(row)) for row in whole]
+            self._tally(completions)
+            return completions
         if columns.matchers:
             self._follow_grammars()
         self._preempt()

@@ -179,8 +179,11 @@ class Scheduler:
         return taken
 
     def finish(self, row: int) -> Member:
-        """Free the row of a running completion that has ended; returns the completion."""
-        self._running.remove(row)
+        """Free the row of a running completion that has ended, or of a pending one whose prefix has; returns it."""
+        if row in self._running:
+            self._running.remove(row)
+        else:
+            self._pending.remove(row)
         return self._leave(row)
 
     def interrupt(self) -> None:

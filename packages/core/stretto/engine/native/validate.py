@@ -89,8 +89,8 @@ def _check_counts(request: GenerateRequest) -> None:
 
 
 def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: int, version: int) -> None:
-    """Refuse prefixes that no engine of this model can have sampled up to `version`, or that leave nothing to sample;
-    call `check_request` first. Raises RefusedRequest, which names the first wrong prefix."""
+    """Refuse prefixes that no engine of this model can have sampled up to `version`; call `check_request` first. Raises
+    RefusedRequest, which names the first wrong prefix."""
     left = min(request.sampling.max_tokens, context_length - len(request.prompt_token_ids))
     if request.prefixes and len(request.prefixes) != len(request.seeds):
         allowed = "none, or one for each seed"
@@ -101,8 +101,8 @@ def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: in
             raise RefusedRequest("prefixes", "tokens whose checksum does not fit", "tokens as they were sampled")
         if tokens and not prefix.sampled:
             raise RefusedRequest("prefixes", f"{tokens} tokens", "as many log-probabilities and versions")
-        if tokens and tokens >= left:
-            allowed = f"fewer than {left}, which max_tokens and the context of {context_length} leave"
+        if tokens > left:
+            allowed = f"at most {left}, which max_tokens and the context of {context_length} leave"
             raise RefusedRequest("prefixes", f"{tokens} tokens", allowed)
         if outside := [token for token in prefix.token_ids if not 0 <= token < vocab_size]:
             raise RefusedRequest("prefixes", f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
