@@ -363,6 +363,6 @@ def _own_address(server: str) -> str:
     """IP address (no port) at which `server` (``host:port``) can reach this machine, found by opening a connection to
     it. Raises OSError if that fails."""
     _, host, port = split_address(server)
-    with socket.create_connection((host.strip("[]"), port), LOOK_SECONDS) as probe:
+    with socket.create_connection((host, port), LOOK_SECONDS) as probe:
         address: str = probe.getsockname()[0]
     return address

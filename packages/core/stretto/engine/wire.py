@@ -129,10 +129,10 @@ def split_address(address: str) -> tuple[str | None, str, int]:
     """Split an engine's address: (path of a Unix socket, "", 0), or (None, host, port). ValueError if the port is not a
     number.
 
-    >>> split_address("unix:/run/engine-0.sock"), split_address("127.0.0.1:8300")
-    (('/run/engine-0.sock', '', 0), (None, '127.0.0.1', 8300))
+    >>> split_address("unix:/run/engine-0.sock"), split_address("127.0.0.1:8300"), split_address("[::1]:8300")
+    (('/run/engine-0.sock', '', 0), (None, '127.0.0.1', 8300), (None, '::1', 8300))
     """
     if address.startswith("unix:"):
         return address.removeprefix("unix:"), "", 0
     host, _, port = address.rpartition(":")
-    return None, host, int(port)
+    return None, host.removeprefix("[").removesuffix("]"), int(port)  # IPv6: the brackets are no part of the host
