@@ -23,8 +23,8 @@ from stretto.processes.kernel import memory_file
 
 
 class Facts:
-    """Facts of the first worker, and facts of later workers (a restarted one, say) that differ from them. `known`: all,
-    by name; those of later workers as "NAME of WORKER".
+    """Facts of the first worker, and facts of later workers (a restarted one, say) that differ from them, or that the
+    first did not report. `known`: all, by name; those of later workers as "NAME of WORKER".
 
     >>> facts = Facts()
     >>> facts.hear("rewards-0", {"sandbox": "level A"}), facts.hear("rewards-1", {"sandbox": "level A"})
@@ -45,7 +45,10 @@ class Facts:
         news = {name: fact for name, fact in found.items() if fact not in self.known.values()}
         self.known |= {f"{name} of {worker}": fact for name, fact in news.items()}
         return [
-            f"{worker} works with another {name}: {fact}, in place of {self.known[name]}" for name, fact in news.items()
+            f"{worker} works with another {name}: {fact}, in place of {self.known[name]}"
+            if name in self.known
+            else f"{worker} works with {name}: {fact}, of which the first worker reported nothing"
+            for name, fact in news.items()
         ]
 
 
