@@ -37,6 +37,13 @@ def test_the_mean_of_what_is_cut_off_is_known() -> None:
     assert lengths_of("constant:tokens=900", 5, 500).mean == 500
 
 
+def test_the_mean_is_that_of_what_is_drawn_even_if_nearly_all_of_it_is_one_token() -> None:
+    """Half of the mean of min(X, 1) would be 0.0 tokens, and a plan divides by what they cost."""
+    words = "lognormal:mean=1,sigma=5"
+    assert set(drawn(words, most=1)) == {1}
+    assert lengths_of(words, 0, 1).mean == 1.0
+
+
 def test_a_file_of_lengths_gives_its_lengths(tmp_path: Path) -> None:
     lines, array = tmp_path / "lengths.txt", tmp_path / "lengths.json"
     lines.write_text("3\n9\n")
@@ -114,7 +121,11 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     for text, said in (
         ("three", "something else than lengths"),
-        ("[Infinity]", "something else than lengths"),
+        ("[Infinity]", "Infinity is no whole number"),
+        ("[7, 1.9]", "something else than lengths: 1.9 is no whole number"),
+        ("[true]", "true is no whole number"),
+        ('["7"]', '"7" is no whole number'),
+        ("[[7]]", r"\[7\] is no whole number"),
         ("", "holds no lengths"),
         ("4 0", "the length 0"),
     ):

@@ -35,12 +35,13 @@ class LogNormalLengths:
 
     @property
     def mean(self) -> float:
-        """Mean length of a completion in tokens, after truncation: E[min(X, max_tokens)] of the log-normal X."""
+        """Mean length of a completion in tokens, after truncation: E[min(X, max_tokens)] of the log-normal X, and at
+        least 1, as every length that is drawn."""
         middle = math.log(self.untruncated) - self.sigma**2 / 2
         if not self.sigma:
             return min(self.untruncated, self.max_tokens)
         at = (math.log(self.max_tokens) - middle) / self.sigma
-        return self.untruncated * _normal(at - self.sigma) + self.max_tokens * (1 - _normal(at))
+        return max(1.0, self.untruncated * _normal(at - self.sigma) + self.max_tokens * (1 - _normal(at)))
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
         """Draw groups of `members` lengths in tokens without end, from `chance`. Each length is at least 1 and at most
@@ -115,12 +116,19 @@ def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
         raise _refused(words, f"cannot be read: {getattr(error, 'strerror', error)}") from None
     try:
         numbers = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
-        lengths = [int(number) for number in numbers]
-    except (TypeError, ValueError, OverflowError) as error:
+        lengths = [_whole(number) for number in numbers]
+    except (TypeError, ValueError) as error:
         raise _refused(words, f"holds something else than lengths: {error}") from None
     if not lengths or min(lengths) < 1:
         raise _refused(words, "holds no lengths" if not lengths else f"holds the length {min(lengths)}")
     return alone(lengths, prompt_tokens, max_tokens)
+
+
+def _whole(number: object) -> int:
+    """Return a number of a JSON list as an int. Raises ValueError for a fraction, a text, true or false."""
+    if isinstance(number, bool) or not (isinstance(number, int) or (isinstance(number, float) and number.is_integer())):
+        raise ValueError(f"{json.dumps(number):.40} is no whole number")
+    return int(number)
 
 
 def _named(words: str, kind: str, rest: str, prompt_tokens: int, max_tokens: int) -> Lengths:
