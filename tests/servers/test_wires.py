@@ -292,9 +292,19 @@ def test_what_no_worker_holds_is_an_error(kind: str, told: bytes) -> None:
 
 @pytest.mark.parametrize("status", [400, 404])
 def test_a_server_of_sglang_without_the_plugin_tells_nothing(status: int) -> None:
-    replies = {HELD["sglang"][0]: (status, [b'{"success": false, "message": "Unsupported action"}'])}
-    found, _ = exchange("sglang", replies, lambda make: make.held(Path("/folder"), SHAPES))
+    told = {400: b'{"success": false, "message": "Unsupported action=\'stretto_held\'"}', 404: b"Not Found"}[status]
+    found, _ = exchange(
+        "sglang", {HELD["sglang"][0]: (status, [told])}, lambda make: make.held(Path("/folder"), SHAPES)
+    )
     assert list(found) == []
+
+
+@pytest.mark.parametrize("status", [400, 500])
+@pytest.mark.parametrize("kind", ["vllm", "sglang"])
+def test_a_worker_that_cannot_read_its_memory_is_an_error(kind: str, status: int) -> None:
+    replies = {HELD[kind][0]: (status, [b'{"success": false, "message": "CUDA error: an illegal memory access"}'])}
+    with pytest.raises(WireError, match="illegal memory access"):
+        exchange(kind, replies, lambda make: make.held(Path("/folder"), SHAPES))
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

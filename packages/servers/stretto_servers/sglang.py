@@ -13,6 +13,7 @@ refused (`engine.config`, which also has the oldest release). On a CPU it ignore
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from math import ceil
@@ -31,6 +32,8 @@ NEEDED = CAPABILITIES["sglang"].needed
 _GENERATE = "/generate"
 _MOST = 0.95  # largest fraction of the free GPU memory for weights and cache
 _LAST_PLACES = 2  # last positions of the context, which SGLang does not use
+#: In the reply of a server that has no such path, or no such action because it was started without our plugin.
+_WITHOUT_PLUGIN = re.compile(r"with status 40[45]\b|Unsupported action")
 
 _Token = tuple[float, int, str | None]  # log-probability, id, text
 
@@ -141,8 +144,10 @@ class SglangServer:
         order = {"action": "stretto_held", "skip_tensor_list": [str(folder), told], "selector": "target"}
         try:
             reply = await self._http.exchange("POST", "/weights_checker", order, self._load_seconds, lambda: self.read)
-        except WireError:  # the server has no such path, or was started without the plugin
-            return ()
+        except WireError as error:
+            if _WITHOUT_PLUGIN.search(str(error)):
+                return ()
+            raise  # the plugin has failed: a proof that is missing must not pass for one that cannot be asked for
         try:
             return [msgspec.convert(rank["checksums"], dict[str, str]) for rank in reply["ranks"]]
         except (KeyError, TypeError, msgspec.ValidationError) as error:
