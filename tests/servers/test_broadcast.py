@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ async def test_two_versions_arrive_to_the_bit_in_buckets_and_two_more_when_the_s
 
 def test_the_orders_are_those_that_the_makes_document() -> None:
     named = [("a", torch.zeros(2, 3, dtype=torch.bfloat16))]
-    assert SGLANG.receive(named, 7) == (
+    assert replace(SGLANG, mark="-ours").receive(named, 7) == (
         "/update_weights_from_distributed",
         {
             "names": ["a"],
@@ -72,7 +73,7 @@ def test_the_orders_are_those_that_the_makes_document() -> None:
             "shapes": [[2, 3]],
             "group_name": "one",
             "flush_cache": True,
-            "weight_version": "7",
+            "weight_version": "7-ours",
         },
     )
     assert "weight_version" not in (SGLANG.receive(named, None)[1] or {})

@@ -21,15 +21,20 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.wire import EngineSpec
 from stretto_servers import http as wire
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Continuation, Delta, Make, Occupancy, make_of
+from stretto_servers.make import Continuation, Delta, Make, Occupancy, make_of, new_mark
 from stretto_servers.role import wire_to
+from stretto_servers.sglang import SglangServer
+from stretto_servers.vllm import VllmServer
 
 SAMPLING = Sampling(max_tokens=99, temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, stop_token_ids=(1,), stop=("x",))
 WANTED = Continuation(id="a-0-1", token_ids=(5, 6), sampling=SAMPLING, max_tokens=4, seed=3 + (1 << 40))
 TOKENS, LOGPROBS = (13, 18, 11, 15), (-3.062838077545166, -1.0619393587112427, -3.546261787414551, -1.8467333316802979)
 
 
-def vllm_event(places: range, ended: str | None = None, version: str = "7") -> bytes:
+MARK = "-ours"  # of the adapter, in the names that it gives to versions
+
+
+def vllm_event(places: range, ended: str | None = None, version: str = f"7{MARK}") -> bytes:
     content = [
         {
             "token_id": TOKENS[at],
@@ -67,7 +72,7 @@ def sglang_event(places: Sequence[int], ended: str | None = None, *, count: int 
         "completion_tokens": end if count is None else count,
     }
     if ended:
-        meta["weight_versions"] = [{"version": "7", "start": 0, "end": end}]
+        meta["weight_versions"] = [{"version": f"7{MARK}", "start": 0, "end": end}]
     message = {"text": "0(", "output_ids": [TOKENS[at] for at in places], "meta_info": meta}
     return b"data: " + json.dumps(message).encode() + b"\n\n"
 
@@ -147,6 +152,8 @@ def exchange(
         async with serving(replies, asked, breaks=breaks) as address:
             http = JsonServer("engine-0", address, seconds=5, token_seconds=token_seconds)
             make = make_of(kind, http, 5)
+            assert isinstance(make, VllmServer | SglangServer)
+            make.mark = MARK
             try:
                 return await work(make)
             finally:
@@ -176,6 +183,18 @@ def test_the_tokens_are_the_same_wherever_the_stream_is_cut(stream: str, data: s
     assert told(deltas) == (TOKENS, LOGPROBS)
     assert deltas[-1].ended == ("abort" if "aborted" in stream else "length")
     assert deltas[-1].spans == (("7", 0, 4),)
+
+
+@pytest.mark.parametrize(("name", "told"), [("7-theirs", "7-theirs"), ("7", "7 of others"), ("default", "default")])
+def test_a_version_that_another_run_has_loaded_is_not_taken_for_ours(name: str, told: str) -> None:
+    """Two runs with one address in `engine.addresses`: both may load a version 7."""
+    replies = {GENERATE["vllm"]: (200, [vllm_event(range(4), "length", name), DONE])}
+    [delta], _ = exchange("vllm", replies, all_of)
+    assert delta.spans == ((told, 0, 4),)
+
+
+def test_each_adapter_has_a_mark_of_its_own() -> None:
+    assert len({new_mark() for _ in range(100)}) == 100
 
 
 def test_vllm_is_asked_as_it_documents() -> None:
@@ -234,7 +253,7 @@ def test_an_update_of_vllm_is_pause_load_version_resume(keep: bool) -> None:
     assert asked == [
         ("POST", paths[0], None),
         ("POST", paths[1], {"method": "stretto_load", "args": ["/folder"]}),
-        ("POST", paths[2], {"new_version": "7"}),
+        ("POST", paths[2], {"new_version": f"7{MARK}"}),
         ("POST", paths[3], None),
     ]
 
@@ -246,7 +265,7 @@ def test_an_update_of_sglang_is_pause_load_continue(keep: bool) -> None:
     assert asked == [
         ("POST", paths[0], {"mode": "in_place" if keep else "retract"}),
         *([] if keep else [("POST", paths[1], {"rid": "", "abort_all": True})]),
-        ("POST", paths[2], {"model_path": "/folder", "weight_version": "7", "flush_cache": not keep}),
+        ("POST", paths[2], {"model_path": "/folder", "weight_version": f"7{MARK}", "flush_cache": not keep}),
         ("POST", paths[3], {}),
     ]
 

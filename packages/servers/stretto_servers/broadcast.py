@@ -52,11 +52,13 @@ Named = Sequence[tuple[str, Tensor]]
 @dataclass(frozen=True)
 class SglangOrders:
     """Makes the HTTP requests for SGLang since 0.5.23, in which an update has a begin and an end. `group`: name of the
-    process group; `backend`: "gloo" or "nccl"; `flush_cache`: drop the KV cache with the update."""
+    process group; `backend`: "gloo" or "nccl"; `flush_cache`: drop the KV cache with the update; `mark`: ending of the
+    versions' names (`make.new_mark`)."""
 
     group: str
     backend: str = "nccl"
     flush_cache: bool = True
+    mark: str = ""
 
     def join(self, host: str, port: int, world_size: int) -> Order:
         where = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": world_size}
@@ -71,7 +73,7 @@ class SglangOrders:
         order: dict[str, object] = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": self.group}
         order["flush_cache"] = self.flush_cache and version is not None
         if version is not None:
-            order["weight_version"] = str(version)
+            order["weight_version"] = f"{version}{self.mark}"
         return "/update_weights_from_distributed", order
 
     def end(self, version: int) -> Order:
@@ -334,7 +336,7 @@ class SglangByBroadcast(SglangServer):
             raise WireError(f"{self._http.name} has {wrong[0]}: a broadcast reaches tensor parallel ranks alone")
         with contextlib.suppress(RefusedRequest):  # ends the update of an adapter that was killed during it, if any
             await self._post("/end_weight_update", {})
-        orders = SglangOrders(f"stretto-{secrets.token_hex(8)}", self._backend, flush_cache=not keep)
+        orders = SglangOrders(f"stretto-{secrets.token_hex(8)}", self._backend, not keep, self.mark)
         group = Broadcast(
             self._http.name,
             self._post,

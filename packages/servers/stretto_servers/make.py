@@ -12,10 +12,13 @@ import contextlib
 import inspect
 import itertools
 import random
+import secrets
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
+
+import msgspec
 
 from stretto.core.canary import DECODED, Scores
 from stretto.core.errors import WireError
@@ -40,6 +43,25 @@ class Delta(Record, frozen=True):
     top_logprobs: tuple[Likeliest, ...] = ()
     ended: str = ""
     spans: tuple[tuple[str, int, int], ...] = ()
+
+
+def new_mark() -> str:
+    """Make the ending of all names of versions that an adapter gives to its server. So an adapter of another run, which
+    has loaded its own version of the same number into the same server, is noticed."""
+    return f"-{secrets.token_hex(4)}"
+
+
+def with_own_versions(delta: Delta, mark: str) -> Delta:
+    """Remove the adapter's mark from the names of versions. A number without it becomes a name that is no version."""
+    if not delta.spans:
+        return delta
+    return msgspec.structs.replace(delta, spans=tuple((_own(name, mark), *places) for name, *places in delta.spans))
+
+
+def _own(name: str, mark: str) -> str:
+    if name.endswith(mark):
+        return name.removesuffix(mark)
+    return f"{name} of others" if name.isdecimal() else name
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,16 @@ from stretto.core.errors import UNREADABLE, WireError
 from stretto.engine.config import CAPABILITIES, EngineConfig
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto_servers.http import LOOK_SECONDS, JsonServer, refused
-from stretto_servers.make import Continuation, Delta, Launch, Occupancy, Room, Served
+from stretto_servers.make import (
+    Continuation,
+    Delta,
+    Launch,
+    Occupancy,
+    Room,
+    Served,
+    new_mark,
+    with_own_versions,
+)
 from stretto_servers.worker.advance import FOLDER, read_of
 
 NEEDED = CAPABILITIES["sglang"].needed
@@ -76,6 +85,7 @@ class SglangServer:
     def __init__(self, http: JsonServer, load_seconds: float) -> None:
         self._http, self._load_seconds = http, load_seconds
         self._folder: Path | None = None
+        self.mark = new_mark()
 
     async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
         told = 0
@@ -83,7 +93,7 @@ class SglangServer:
             async for event in events:
                 delta = _delta(self._http.name, event, told, continuation.top_logprobs)
                 told += len(delta.token_ids)
-                yield delta
+                yield with_own_versions(delta, self.mark)
 
     async def ready(self) -> bool:
         return await self._http.status("/model_info") == 200
@@ -130,7 +140,7 @@ class SglangServer:
             await self._http.exchange("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
-        order = {"model_path": str(folder), "weight_version": str(version), "flush_cache": not keep}
+        order = {"model_path": str(folder), "weight_version": f"{version}{self.mark}", "flush_cache": not keep}
         self._folder, path = folder, "/update_weights_from_disk"
         reply = await self._http.exchange("POST", path, order, self._load_seconds, lambda: self.read)
         if not isinstance(reply, dict) or not reply.get("success"):

@@ -26,7 +26,17 @@ from stretto.core.errors import UNREADABLE, WireError
 from stretto.core.records import Likeliest
 from stretto.engine.config import CAPABILITIES, EngineConfig
 from stretto_servers.http import LOOK_SECONDS, JsonServer, refused
-from stretto_servers.make import NO_PROBABILITY, Continuation, Delta, Launch, Occupancy, Room, Served
+from stretto_servers.make import (
+    NO_PROBABILITY,
+    Continuation,
+    Delta,
+    Launch,
+    Occupancy,
+    Room,
+    Served,
+    new_mark,
+    with_own_versions,
+)
 from stretto_servers.worker.advance import FOLDER, read_of
 
 NEEDED = f"{CAPABILITIES['vllm'].needed}, started with --enable-scale-out and VLLM_SERVER_DEV_MODE=1"
@@ -80,11 +90,12 @@ class VllmServer:
     def __init__(self, http: JsonServer, load_seconds: float) -> None:
         self._http, self._load_seconds = http, load_seconds
         self._folder: Path | None = None
+        self.mark = new_mark()
 
     async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
         async with aclosing(self._http.events(_GENERATE, _body(continuation))) as events:
             async for event in events:
-                yield _delta(self._http.name, event, continuation.top_logprobs)
+                yield with_own_versions(_delta(self._http.name, event, continuation.top_logprobs), self.mark)
 
     async def ready(self) -> bool:
         return await self._http.status("/health") == 200
@@ -126,7 +137,7 @@ class VllmServer:
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
         await self._workers("stretto_load", folder)
-        await self._http.exchange("POST", "/update_weight_version", {"new_version": str(version)})
+        await self._http.exchange("POST", "/update_weight_version", {"new_version": f"{version}{self.mark}"})
 
     async def resume(self) -> None:
         await self._http.exchange("POST", "/resume")
