@@ -286,6 +286,45 @@ def test_a_file_that_somebody_put_in_the_way_is_not_written_through(
     assert torch.equal(subscriber.load(1)["w0"], tensors()["w0"])
 
 
+def test_a_version_of_another_user_is_not_loaded_from_a_folder_of_everybody(
+    publisher: SharedMemoryPublisher,
+    subscriber: SharedMemorySubscriber,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    publisher.publish(7, tensors().items())
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert subscriber.newest() == 7, "a folder of this user's alone, on a file system that knows no owners, say"
+    tmp_path.chmod(0o1777)
+    assert subscriber.newest() is None
+    with pytest.raises(TornPublication, match=r"stretto-run-v000007\.weights belongs to another user"):
+        subscriber.load(7)
+
+
+def publish_as(user: int, folder: Path, told: Connection) -> None:
+    os.setuid(user)
+    for version in range(1, 6):
+        SharedMemoryPublisher("run", folder).publish(version, tensors().items())
+    told.send((SharedMemorySubscriber("run", folder).newest(), remove("run", folder)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be two users")
+def test_files_of_another_user_stay_and_hinder_nobody() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        folder.chmod(0o1777)
+        theirs = [folder / f"stretto-run-v{end}" for end in ("000009.weights", "000002.7.partial", ".spare")]
+        for path in theirs:
+            path.write_text("kept")
+        ours, told = FORKED.Pipe()
+        process = FORKED.Process(target=publish_as, args=(65_534, folder, told))
+        process.start()
+        process.join(60)
+        assert process.exitcode == 0
+        assert ours.recv()[0] == 5
+        assert sorted(folder.iterdir()) == sorted(theirs)
+
+
 def test_shared_memory_without_room_is_not_used(tmp_path: Path) -> None:
     assert shared_folder(needed=1 << 60, fallback=tmp_path) == tmp_path
 

@@ -94,10 +94,25 @@ def path_of(run: str, folder: Path, version: int) -> Path:
 
 
 def versions(run: str, folder: Path) -> list[tuple[int, Path]]:
-    """All complete publications of the run in `folder`, as (version, file), oldest first."""
-    begin = prefix(run)
+    """All complete publications of the run in `folder`, as (version, file), oldest first. In a folder that every user
+    may write to, such as /dev/shm, files of other users are left out."""
+    begin, shared = prefix(run), _is_shared(folder)
     files = ((path.stem.removeprefix(begin), path) for path in folder.glob(f"{begin}*.weights"))
-    return sorted((int(number), path) for number, path in files if number.isdecimal())
+    return sorted(
+        (int(number), path) for number, path in files if number.isdecimal() and not (shared and _is_foreign(path))
+    )
+
+
+def _is_shared(folder: Path) -> bool:
+    """Whether every user may write to the folder."""
+    return bool(folder.stat().st_mode & stat.S_IWOTH) if folder.is_dir() else False
+
+
+def _is_foreign(path: Path) -> bool:
+    try:
+        return path.lstat().st_uid != os.geteuid()
+    except FileNotFoundError:  # it was dropped meanwhile, which its reader notices
+        return False
 
 
 def write_all(file: FileIO, data: memoryview) -> None:
@@ -120,11 +135,14 @@ def map_file(path: Path) -> memoryview:
     and do not reach the file.
 
     Raises:
-        TornPublication: the file is empty.
+        TornPublication: the file is empty, or another user's in a folder that every user may write to.
         OSError: the system's error, with the path.
     """
     with naming(path), open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
+        size = status.st_size
+        if status.st_uid != os.geteuid() and _is_shared(path.parent):
+            raise TornPublication(f"{path.name} belongs to another user")
         if not size:
             raise TornPublication(f"{path.name} is empty")
         # torch needs writable memory: a private mapping is writable, and shares pages as long as nobody writes.
@@ -132,10 +150,15 @@ def map_file(path: Path) -> memoryview:
 
 
 def unlink(paths: Iterable[Path]) -> int:
-    """Unlink the paths; returns how many paths were given. Files that are missing already count too."""
+    """Unlink the paths; returns how many paths were given. Files that are missing already count too, and so do those of
+    other users, which stay."""
     files = list(paths)
     for path in files:
-        path.unlink(missing_ok=True)
+        try:
+            path.unlink(missing_ok=True)
+        except PermissionError:
+            if not _is_foreign(path):
+                raise
     return len(files)
 
 
@@ -144,7 +167,8 @@ def drop(run: str, folder: Path) -> None:
     version into; the rest are unlinked."""
     old = [path for _, path in versions(run, folder)[:-KEPT]]
     if old:
-        old.pop().replace(_spare(run, folder))
+        with contextlib.suppress(PermissionError):  # another user has a file of the spare's name
+            old[-1].replace(_spare(run, folder))
     unlink(old)
 
 
@@ -173,7 +197,7 @@ def cut(file: FileIO, size: int) -> None:
 def _reused(spare: Path, path: Path) -> FileIO | None:
     """Rename the file `spare` to `path` and open it for writing, with a lease; None, and neither file, if there is none
     or somebody may still read it."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(FileNotFoundError, PermissionError):  # or it is another user's
         spare.rename(path)
         with contextlib.suppress(OSError), contextlib.ExitStack() as undo:  # it is a link that somebody put there
             file = undo.enter_context(
