@@ -42,6 +42,10 @@ settings.register_profile("long", settings.get_profile("drawn"), max_examples=40
 settings.load_profile("house")
 
 
+# Imports and collected tests stay until the end. To look for garbage among them, again and again, would be a fifth of
+# the time that they take. `pytest_collection_finish` turns it on.
+gc.disable()
+
 #: Where kernels are chosen by the processor; whole runs choose the same ones.
 _NUMERIC = {"model", "trainer", "engine"}
 
@@ -73,6 +77,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 
 def pytest_collection_finish() -> None:
-    """What is here now stays until the end. The collector of garbage need not look at it, which takes a second each
-    time: more processor time than a comparison in mathematics may have."""
+    """What is here now stays until the end. The collector of garbage, off until now, need not look at it, which takes a
+    second each time: more processor time than a comparison in mathematics may have."""
     gc.freeze()
+    gc.enable()
