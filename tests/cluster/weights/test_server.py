@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import closing
+from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from stretto.processes.kernel import take_lease
 from stretto.weights.folder import path_of
 from stretto.weights.shared_memory import SharedMemoryPublisher
 from stretto_cluster.weights.mirror import Mirror
-from stretto_cluster.weights.wire import RUN, digest_of
+from stretto_cluster.weights.wire import FORM, RUN, digest_of
 from tests.certificates import authority
 from tests.cluster.weights.serving import (
     KEY,
@@ -81,14 +83,12 @@ async def test_without_the_key_nothing_is_told(source: str, away: Path) -> None:
 def test_a_base_that_was_never_published_is_answered_in_full(home: Path, model: Path, base: str) -> None:
     """Whatever the request calls it: no file gets a name from it."""
     before = names(home)
-    with serving(home, model) as source:
-        with socket.create_connection(("127.0.0.1", int(source.rpartition(":")[2]))) as raw:
-            head = f"host: x\r\nconnection: close\r\nauthorization: Bearer {KEY}\r\n{RUN}: run\r\n\r\n"
-            raw.sendall(f"GET /versions/7?base={base} HTTP/1.1\r\n{head}".encode())
-            reply, _, body = raw.makefile("rb").read().partition(b"\r\n\r\n")
-        assert reply.startswith(b"HTTP/1.1 200")
-        assert b"not published any more" in reply
-        assert body == path_of("run", home, 7).read_bytes()
+    with serving(home, model) as source, closing(HTTPConnection(source.rpartition("/")[2])) as raw:
+        raw.request("GET", f"/versions/7?base={base}", headers={"authorization": f"Bearer {KEY}", RUN: "run"})
+        reply = raw.getresponse()
+        assert reply.status == 200
+        assert "not published any more" in reply.headers[FORM]
+        assert reply.read() == path_of("run", home, 7).read_bytes()  # the server ends after us, or a minute later
     assert names(home) == before
 
 
