@@ -179,7 +179,8 @@ def test_the_runs_fit_a_gpu(size: Size, tmp_path: Path, monkeypatch: pytest.Monk
     """Rank and engine share one of 80 GiB, by the estimate."""
     monkeypatch.setattr(paper, "try_reward", lambda config, questions: [])
     model = outlined(size.shape, tmp_path / "model")
-    for recipe in (load_recipe(RECIPE, [f"model.path={model}", *size.run]), load_recipe(LEARN, size.learn)):
+    learn = [*size.learn, "task.demonstrations=64", "task.prompts=256"]  # the estimate is that of all 64,000
+    for recipe in (load_recipe(RECIPE, [f"model.path={model}", *size.run]), load_recipe(LEARN, learn)):
         seats = seats_of(outline(recipe), assumed_gpus("1x80"))
         assert [seat.need.role for seat in seats] == ["rank 0", "engine-0"]
         (shared,) = notes_of(seats)
