@@ -42,16 +42,12 @@ from stretto_verbs.arguments import (
 )
 from stretto_verbs.background import background
 from stretto_verbs.completion import TextCompletion, mark_of
-from stretto_verbs.ledger import FolderLedger, TicketsInFlight, turn_seeds
+from stretto_verbs.ledger import TURN, FolderLedger, TicketsInFlight, turn_seeds
 from stretto_verbs.models import MODEL, Lora, PolicyWeights, SharedModel, check_base, lora_of
 from stretto_verbs.source import SourceApart, SourceHere
 
 _END_SECONDS = 7.0
 _LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none
-_TURN = ArgumentKind(
-    "a ticket and the number of one of its answers, such as (ticket, 0)",
-    lambda given: isinstance(given, tuple) and len(given) == 2 and _is_answer(*given),
-)
 _WEIGHTS = instance(PolicyWeights, "what `weights` of a stretto.Trainer returns")
 _SETTINGS: Mapping[str, ArgumentKind] = {
     "max_tokens": WHOLE,
@@ -260,7 +256,7 @@ class LocalEngine:
     ) -> GenerateRequest:
         """Check the arguments of `sample`; returns the request. With a ledger, a ticket's has the id of its group."""
         check("sample", n=(n, COUNT), seed=(seed, WHOLE.or_none), seeds=(seeds, SEEDS.or_none))
-        check("sample", turn=(turn, _TURN.or_none))
+        check("sample", turn=(turn, TURN.or_none))
         alone = n == 1 and seed is None
         if turn is not None:
             if seeds is not None or not alone or isinstance(prompt, Ticket) or "top_logprobs" in sampling:
@@ -411,10 +407,6 @@ class LocalEngine:
             top_logprobs=((),) * unknown + likeliest,
             tokenizer=self._mark,
         )
-
-
-def _is_answer(ticket: object, member: object) -> bool:
-    return isinstance(ticket, Ticket) and WHOLE.fits(member) and member in ticket.members
 
 
 def _are(given: object, kind: type) -> bool:

@@ -9,15 +9,17 @@ import os
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
+from types import coroutine
 from typing import Any
 
 import msgspec
 
 from stretto.core.errors import DataError, Problem, RefusedRequest, RunFolderError, StoreError
+from stretto.core.forest import TurnRequest
 from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, derive_seed, trajectory_id
 from stretto.loop.engines.in_flight import Engines, InFlight, progress_of
 from stretto.rollout.controller import Ticket
@@ -25,12 +27,18 @@ from stretto.store import lock
 from stretto.store.config import StoreConfig
 from stretto.store.ending import ENDING, Ending
 from stretto.store.ledger.ledger import Ledger, Value
+from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unfinished
-from stretto_verbs.arguments import FOLDER, check, checked
+from stretto_verbs.arguments import FOLDER, WHOLE, ArgumentKind, check, checked, instance
 from stretto_workflows.session import Session
-from stretto_workflows.sessions import sessions_of_run
+from stretto_workflows.sessions import LedgerRecord, sessions_of_run
 
 _KEEP_SECONDS = 1.0
+TURN = ArgumentKind(
+    "a ticket and the number of one of its answers, such as (ticket, 0)",
+    lambda given: isinstance(given, tuple) and len(given) == 2 and _is_answer(*given),
+)
+_TEXT, _RUN = instance(str, "a text"), ArgumentKind("a function that returns a text", callable)
 
 
 class _AnyThread(Ledger):
@@ -69,6 +77,19 @@ class _AnyThread(Ledger):
         with self.lock:
             if self.awaits(id.rpartition("/")[0]):
                 super().retract(id, count, node)
+
+    def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None:
+        """Record the begin of a call of a trajectory (`store.ledger.Ledger.begin_call`); ignored if its group is no
+        longer in flight."""
+        with self.lock:
+            if self.awaits(id.rpartition("/")[0]):
+                super().begin_call(id, number, asked, durable=durable)
+
+    def end_call(self, id: str, number: int, reply: bytes) -> None:
+        """Record the reply to a call (`store.ledger.Ledger.end_call`); ignored if its group is no longer in flight."""
+        with self.lock:
+            if self.awaits(id.rpartition("/")[0]):
+                super().end_call(id, number, reply)
 
     def put(self, name: str, value: object) -> None:
         """Store a value as JSON under a name, replacing an earlier one. It is on disk after the next flush, in one
@@ -161,6 +182,7 @@ class FolderLedger(_AnyThread):
         self._release = weakref.finalize(self, os.close, lock.acquire(self.folder))
         self.scheduler: object = None  # the newest scheduler with this ledger; older ones may make no changes
         self._file_of_all = self.folder / "ledger.sqlite"
+        self._calls: _CallRecords | None = None  # once a call is made
         try:
             super().__init__(self._file_of_all, config)
             self._end(Ending("running"))
@@ -192,6 +214,41 @@ class FolderLedger(_AnyThread):
         self.flush()
         return read_unfinished(self._file_of_all)
 
+    def call(self, turn: tuple[Ticket, int], asked: str, run: Callable[[], str], *, repeatable: bool = False) -> str:
+        """Make a call of a tool for one answer of a ticket, and record it. After a kill, the program makes its calls
+        again, and gets the recorded replies in place of calls of `run`.
+
+        Args:
+            turn: the ticket and the number of the answer.
+            asked: text by which a recorded reply is found; each is returned once.
+            run: makes the call; returns its reply. An error that the program handles belongs into the reply.
+            repeatable: after a kill `run` may be called again. If False, the begin of the call is on disk before `run`
+                starts, and its reply before this returns.
+
+        Raises:
+            DataError: an argument has the wrong type.
+            CallInterrupted (`stretto.core.errors`): the program was killed during this call, or during another one of
+                this answer, and it may have had its effect. Give the answer the reward None, or `lose` the ticket.
+            RunFolderError: the ledger is closed.
+        """
+        check("call", turn=(turn, TURN), asked=(asked, _TEXT), run=(run, _RUN))
+        (ticket, member), id = turn, trajectory_id(turn[0].group_id, turn[1])
+        with self.lock:
+            self.check_open()
+            self._calls = self._calls or _CallRecords(self)
+            call = self._calls.session(id, ticket, member).call(asked.encode(), _elsewhere, repeatable=repeatable)
+            if (known := _sent(call, None)) is not None:
+                return known.decode()
+        try:
+            reply = run()  # without the lock: other calls and the journal go on
+            check("call: run", reply=(reply, _TEXT))
+        except BaseException:
+            call.close()
+            raise
+        with self.lock:
+            _sent(call, reply.encode())
+        return reply
+
     def close(self) -> None:
         """Flush, close the file, and release the lock of the folder. `stretto inspect` then shows the loop as finished;
         after a `with` block that raised, as failed or stopped."""
@@ -216,6 +273,52 @@ class FolderLedger(_AnyThread):
             self._close(Ending.of_error(error))
         else:  # Ctrl-C and a cancelled task are no errors of the loop
             self._close(Ending("finished") if error is None else Ending("stopped", type(error).__name__))
+
+
+class _CallRecords:
+    """The calls of the trajectories in flight of a ledger: those that an earlier process has recorded, and new ones."""
+
+    def __init__(self, ledger: FolderLedger) -> None:
+        members = (
+            (group.id, member, known) for group in ledger.unfinished() for member, known in group.members.items()
+        )
+        self._ledger, self._known = ledger, {trajectory_id(id, member): known for id, member, known in members}
+        self._sessions: dict[str, Session] = {}
+
+    def session(self, id: str, ticket: Ticket, member: int) -> Session:
+        """Return the session of a trajectory, which makes its calls, and no turns. Those of groups that are no longer
+        in flight are forgotten."""
+        if id not in self._sessions:
+            for other in [one for one in self._sessions if not self._ledger.awaits(one.rpartition("/")[0])]:
+                del self._sessions[other]
+            calls, record = self._known.pop(id, UnfinishedMember()).calls, LedgerRecord(self._ledger, id)
+            prompt, seed = ticket.prompt.token_ids, ticket.seeds[member]
+            self._sessions[id] = Session(id, prompt, seed, _no_turns, record, calls=calls)
+        return self._sessions[id]
+
+
+async def _no_turns(request: TurnRequest) -> Segment:
+    raise NotImplementedError(f"turn {request.node}: this session makes calls alone")
+
+
+@coroutine
+def _elsewhere() -> Generator[None, bytes, bytes]:
+    """Wait for a reply that is sent into the coroutine."""
+    return (yield)
+
+
+def _sent(call: Coroutine[Any, Any, bytes], reply: bytes | None) -> bytes | None:
+    """Step a call by its reply, None at first; returns the result, None while it waits for the reply."""
+    try:
+        call.send(reply)
+    except StopIteration as end:
+        result: bytes = end.value
+        return result
+    return None
+
+
+def _is_answer(ticket: object, member: object) -> bool:
+    return isinstance(ticket, Ticket) and WHOLE.fits(member) and member in ticket.members
 
 
 def turn_seeds(most: int = 4_096) -> Callable[[Ticket, int, tuple[int, ...]], AbstractContextManager[int]]:
