@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto.core.errors import DataError, ModelFolderError, RewardFunctionError, RunFolderError, UserError
+from stretto.core.errors import DataError, ModelFolderError, RecipeError, RewardFunctionError, RunFolderError, UserError
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
@@ -107,6 +107,27 @@ def test_a_name_of_the_hub_is_told_from_a_path_that_is_wrong(tmp_path: Path) -> 
     with pytest.raises(ModelFolderError) as refused:
         inspect_model_folder(path)
     assert str(refused.value) == f"{path}: {needed}"
+
+
+def test_a_folder_of_models_is_no_owner_on_the_hub(tmp_path: Path) -> None:
+    path = tmp_path / "models" / "Qwen3-0.6B"
+    with pytest.raises(ModelFolderError) as refused:
+        inspect_model_folder(path)
+    assert str(refused.value) == f"{path}: no such folder; a Hugging Face model folder is needed"
+
+
+def test_a_run_folder_in_place_of_a_model_or_a_recipe_is_told_what_it_holds(tmp_path: Path) -> None:
+    for version in (0, 8, 12):
+        (tmp_path / "first" / "policy" / f"v{version:06d}").mkdir(parents=True)
+    (tmp_path / "first" / "ledger.sqlite").touch()
+    run = tmp_path / "first"
+    with pytest.raises(ModelFolderError) as refused:
+        inspect_model_folder(run)
+    assert str(refused.value) == f"{run}: is a run folder; its newest policy is {run}/policy/v000012"
+    with pytest.raises(RecipeError) as wrong:
+        load_recipe(run)
+    told = f"a recipe is a TOML file; `stretto train --resume {run}` continues this run"
+    assert str(wrong.value) == f"{run}: is a folder; {told}"
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])

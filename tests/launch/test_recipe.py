@@ -40,6 +40,7 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
         '[algorithm]\nloss = "grpo"',
         ["algorithm.loss: kind 'grpo' is unknown; allowed: 'decoupled_ppo', 'ppo', ", 'loss = "ppo" with advantages'],
     ),
+    ("DAPO", '[algorithm]\nloss = "dapo"', ["kind 'dapo' is unknown", 'loss = { kind = "ppo", clip_high = 0.28 }']),
     ("a misspelt loss", '[algorithm]\nloss = "sappo"', ["kind 'sappo' is unknown", "did you mean 'sapo'?"]),
     ("an unknown key of a union", '[task]\nkind = "jsonl"\nfile = "x"\nhold_out = 3', ["task.hold_out", "'held_out'"]),
     (

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError, RunFolderError, StoreError
-from stretto.launch.assemble.run import StartState
+from stretto.launch.assemble.run import StartState, policies_to_go
 from stretto.launch.assemble.supervised import copy_policy
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.launch.recorded import digests_of
@@ -452,3 +452,15 @@ def test_a_folder_that_could_not_be_filled_is_not_in_use(recipe: Path, monkeypat
     with pytest.raises(OSError, match="No space left"):  # as full as before, and in nobody's use
         prepare(recipe, [], run_dir, resume=True)
     assert not is_held(run_dir)
+
+
+def test_a_resumed_run_says_that_its_last_policy_goes_once_newer_ones_are_saved(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    checkpoint(run_dir, 2)
+    at_step_2 = go_on(recipe, run_dir)
+    assert list(policies_to_go(at_step_2.plan, at_step_2.folder, 2)) == []  # none was saved yet
+    at_step_2.folder.policy(2).mkdir()
+    told = 'policy/v000002 stays until newer ones are saved: trainer.keep_versions = 1; "all" keeps every policy'
+    assert list(policies_to_go(at_step_2.plan, at_step_2.folder, 2)) == [told]
+    keeps = go_on(recipe, run_dir, "trainer.keep_versions=all")
+    assert list(policies_to_go(keeps.plan, keeps.folder, 2)) == []

@@ -1,4 +1,5 @@
-"""Ctrl-C in the first seconds of a command, before a run handles it: print one line and exit with code 130."""
+"""The group of commands: what it says of words that make no sense, and Ctrl-C in the first seconds of a command, before
+a run handles it: one line, and exit code 130."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _STOPPED, _STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
 
 
 class Commands(TyperGroup):
-    """Command group that ends on Ctrl-C with one line and exit code 130, unless a run handles it."""
+    """Command group that ends on Ctrl-C with one line and exit code 130, unless a run handles it, and that says how
+    settings are written where they were given as options, or the other way round."""
 
     def invoke(self, ctx: Any) -> Any:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # as `heartbeat.keep_exit_codes`, without an import
@@ -29,6 +31,21 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             print(_STOPPED, file=sys.stderr)
             raise typer.Exit(_STOPPED_CODE) from None
+        except Exception as error:  # typer has no public name for mistakes of words
+            _advise(error)
+            raise
+
+
+def _advise(error: Any) -> None:
+    """Add to a mistake of words how the settings of its command are written."""
+    context = getattr(error, "ctx", None)
+    if context is None or not isinstance(said := getattr(error, "message", None), str):
+        return
+    names = {parameter.name for parameter in context.command.params}
+    if "overrides" in names and hasattr(error, "possibilities"):
+        error.message = f"{said}; settings are written without dashes, such as trainer.steps=100"
+    elif "settings" in names and said.startswith("Got unexpected extra"):
+        error.message = f"{said}; each setting has --set before it"
 
 
 @contextmanager

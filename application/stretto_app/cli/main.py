@@ -104,6 +104,8 @@ def train(
     if ray is not None:
         overrides = [*(overrides or []), 'cluster.placer="ray"', f'cluster.ray="{ray}"']
     modules: tuple[str, ...] = ()
+    if resume and run_dir is None and not recipe.suffix and not os.path.exists(recipe):
+        refuse_run(recipe)
     if not (resume and os.path.isdir(recipe)):  # a dry run tells mistakes of paths together with all others
         modules = refuse_recipe(recipe, overrides or [], paths=not dry_run)
     elif run_dir is None:

@@ -116,6 +116,9 @@ def load_study(path: Path, seeds: int | None = None, steps: int | None = None) -
         RecipeError: lists every mistake of the study, and of its recipe.
     """
     tree, place = read_toml(path), str(path)
+    if "recipe" not in tree and "model" in tree:
+        remedy = f'this is a recipe; a study has recipe = "{path.name}", and says in [grid] or [variants] what varies'
+        raise RecipeError([Problem(f"{place}: recipe", "missing", remedy)])
     problems: list[Problem] = []
     try:
         file = validated(tree, place, StudyFile)

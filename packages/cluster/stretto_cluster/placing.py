@@ -14,7 +14,7 @@ from stretto.processes.channel import Failed
 
 RAY_PLACER = "stretto_cluster.ray_placer"
 NO_RAY = Problem(
-    "cluster.placer = 'ray'",
+    "--ray, or cluster.placer = 'ray'",
     "Ray is not installed",
     "pip install 'stretto[ray]' in this environment, and in that of every node of the cluster",
 )

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field
 
+from stretto.core.errors import Problem, RecipeError
 from stretto.launch.recipe.recipe import parse_recipe, validated
 from stretto.launch.recipe.sections import ModelConfig
 from stretto.trainer.config import PreferenceConfig
@@ -46,4 +47,8 @@ def load_preferences(path: Path, overrides: Sequence[str] = ()) -> PreferenceRec
     Raises:
         RecipeError: the file cannot be read or parsed, or has wrong keys; names every wrong key.
     """
-    return validated(parse_recipe(path, overrides), str(path), PreferenceRecipe, overrides)
+    tree = parse_recipe(path, overrides)
+    if "preferences" not in tree and "task" in tree:
+        remedy = "this is a recipe of `stretto train`; one of `stretto dpo` has [model] and [preferences] alone"
+        raise RecipeError([Problem(f"{path}: preferences", "missing", remedy)])
+    return validated(tree, str(path), PreferenceRecipe, overrides)

@@ -41,6 +41,7 @@ _OTHER_NAMES = {
     "loss=dpo": "DPO learns from pairs, by `stretto dpo`; from Python by a function, as in examples/own_loss.py",
     "loss=sft": 'demonstrations are learnt by `stretto sft`; from Python by "cross_entropy" of a stretto.Trainer',
     "loss=grpo": 'GRPO is loss = "ppo" with advantages = "group"',
+    "loss=dapo": 'DAPO is loss = { kind = "ppo", clip_high = 0.28 }, and in [rollout] filter = "zero_variance"',
 }
 
 

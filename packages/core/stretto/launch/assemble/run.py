@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -112,6 +112,14 @@ class RunContext:
         self.ledger.event("role", sentence)
 
 
+def policies_to_go(plan: Plan, folder: RunFolder, version: int) -> Iterator[str]:
+    """Yield a log line if the policy `version`, with which the run goes on, will be removed for a newer one."""
+    keep = plan.recipe.trainer.keep_versions
+    if version and keep != "all" and folder.policy(version).exists():
+        name = folder.policy(version).relative_to(folder.path)
+        yield f'{name} stays until newer ones are saved: trainer.keep_versions = {keep}; "all" keeps every policy'
+
+
 async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Reporter, spawner: Spawner) -> int:
     """Train from `start` to the recipe's last step; returns the exit code: 0, or 128 + the signal that stopped the run.
     Evaluations may end the run before its last step, with 0. `spawner`: starts the processes of the roles.
@@ -132,7 +140,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
             copy_policy(source, folder.policy(0), lambda policy: seal_start(ledger, policy, place))
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
         context = RunContext(plan=plan, folder=folder, start=start, ledger=ledger, reporter=reporter, stop=stop)
-        for sentence in start.sentences():
+        for sentence in (*start.sentences(), *policies_to_go(plan, folder, start.version)):
             reporter.say(sentence)
         _drop_what_came_later(context)
         unfinished = read_unfinished(folder.ledger)

@@ -17,10 +17,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     not UTF-8, or cannot be read or parsed."""
     place = str(path)
     if not (fault := folder_fault(path)):
-        raise RecipeError([Problem(place, "is a folder", "a recipe is a TOML file")])
+        is_run = (path / "ledger.sqlite").is_file()
+        more = f"; `stretto train --resume {place}` continues this run" if is_run else ""
+        raise RecipeError([Problem(place, "is a folder", f"a recipe is a TOML file{more}")])
     if fault == "no such folder":
         near = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        shipped = shipped_recipes() / path.name
+        shipped = shipped_recipes() / f"{path.name.removesuffix('.toml')}.toml"
         remedy = (
             f"stretto was installed with {shipped}" if shipped.is_file() else nearest(path.name, near) if near else ""
         )

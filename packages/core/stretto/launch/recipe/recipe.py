@@ -329,7 +329,9 @@ def _override(tree: dict[str, Any], override: str) -> Problem | None:
     no section, else None."""
     key, equals, text = override.partition("=")
     if not equals or not all(key.split(".")):
-        return Problem(f"override {override!r}", "not of the form section.key=value", "e.g. trainer.steps=100")
+        return Problem(
+            f"override {override!r}", "not of the form section.key=value", "e.g. trainer.steps=100, without spaces"
+        )
     return put(tree, key.strip(), parsed_value(text.strip()), f"override {override!r}")
 
 

@@ -97,6 +97,7 @@ _ADAPTER = "adapter_model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+_NO_OWNERS = ("checkpoints", "model", "models", "weights")  # folders of models: ~/models/policy is no name of the hub
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -130,6 +131,8 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
     if found := folder_fault(folder):
         remedy = f"a Hugging Face model folder is needed{_meant_by(folder)}"
         raise ModelFolderError([Problem(str(folder), found, remedy)])
+    if (policies := sorted((folder / "policy").glob("v*"))) and not (folder / "config.json").exists():
+        raise ModelFolderError([Problem(str(folder), "is a run folder", f"its newest policy is {policies[-1]}")])
     problems: list[Problem] = []
     shape = shape_of(folder, problems)
     tensors, size = _weights(folder, problems)
@@ -154,7 +157,7 @@ def _meant_by(folder: Path) -> str:
         near = nearest(folder.name, sorted(beside.parent.name for beside in folder.parent.glob("*/config.json")))
         return f"; {near}" if near.startswith("did") else ""
     parts = folder.parts[-2:]
-    named = len(parts) == 2 and all(_HUB_NAME.fullmatch(part) for part in parts)
+    named = len(parts) == 2 and parts[0] not in _NO_OWNERS and all(_HUB_NAME.fullmatch(part) for part in parts)
     if os.path.exists(folder) or not named:
         return ""
     name = "/".join(parts)
