@@ -50,6 +50,12 @@ def test_help_lists_every_command(door: Door) -> None:
     assert all(door(command, "-h").code == 0 for command in COMMANDS)
 
 
+def test_help_has_the_whole_first_sentence_of_each_command(door: Door) -> None:
+    for arguments in (["--help"], ["score", "--help"]):
+        assert "...\n" not in door(*arguments).out.partition("Commands:")[2]
+    assert "verdict and final state." in " ".join(door("--help").out.split())
+
+
 def test_the_version_is_told(door: Door) -> None:
     told = door("--version")
     assert (told.code, told.out) == (0, f"stretto {__version__}\n")

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 if TYPE_CHECKING:
     from stretto.processes.spawn import Spawner
 
+_SENTENCE = 1000  # characters, at most
 _STOPPED, _STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
 
 
@@ -34,6 +35,12 @@ class Commands(TyperGroup):
         except Exception as error:  # typer has no public name for mistakes of words
             _advise(error)
             raise
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """List the commands with the whole first sentence of each; typer cuts it off at the end of the line."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, one.get_short_help_str(_SENTENCE)) for name, one in commands if one is not None])
 
 
 def _advise(error: Any) -> None:

@@ -68,8 +68,12 @@ EngineOverrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - as above
     typer.Argument(
         metavar="[engine.KEY=VALUE]...",
-        help="Settings of the engine, as in a recipe; `stretto gateway` also takes deadlines.KEY=VALUE.",
+        help="Settings of the engine, as in a recipe.",
     ),
+]
+GatewayOverrides = Annotated[
+    Optional[list[str]],  # noqa: UP045 - as above
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of [engine] and [deadlines], as in a recipe."),
 ]
 RunFolder = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")]
 
@@ -253,7 +257,7 @@ def serve(
 @app.command()
 def gateway(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder with a chat template.")],
-    overrides: EngineOverrides = None,
+    overrides: GatewayOverrides = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; an address other than loopback needs --api-key.")
     ] = "127.0.0.1",
@@ -389,7 +393,9 @@ def replay(
     first: Annotated[int, typer.Option("--from", metavar="STEP", help="Train the batches after this step.")] = 0,
     settings: Annotated[
         Optional[list[str]],  # noqa: UP045 - as above
-        typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change a setting of [algorithm] or [trainer]."),
+        typer.Option(
+            "--set", metavar="SECTION.KEY=VALUE", help="Change a setting of [algorithm] or [trainer] (repeatable)."
+        ),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the branch [default: RUN_DIR/branches/NNN].")] = None,
 ) -> None:

@@ -7,7 +7,11 @@ from typing import Annotated, Literal
 
 import typer
 
-score = typer.Typer(name="score", help="Judge the completions of a file as a run does.", no_args_is_help=True)
+from stretto_app.cli.interrupts import Commands
+
+score = typer.Typer(
+    name="score", help="Judge the completions of a file as a run does.", cls=Commands, no_args_is_help=True
+)
 
 CompletionFile = Annotated[Path, typer.Argument(metavar="FILE.jsonl", help="One JSON object a line.")]
 LevelName = Literal["A", "B", "C", "D"]

@@ -58,7 +58,8 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     found = warnings(plan, folder)
     for warning in found:
         print(f"warning     {warning}")
-    print(f"{f'{len(found)} lines of warnings' if found else 'no problems found'}; nothing was started")
+    found_any = f"{len(found)} warning{'s' * (len(found) > 1)}" if found else "no problems found"
+    print(f"{found_any}; nothing was started")
 
 
 def _seated(plan: Outline) -> Outline:
