@@ -57,6 +57,15 @@ def play(display: Display) -> None:
             display.step(metrics(step))
 
 
+def test_the_last_line_of_supervised_training_comes_before_what_is_said_next() -> None:
+    output = io.StringIO()
+    with open_display(600, Console(file=output)) as display:
+        display.learning(SupervisedProgress(10, 300, 0.31, 12.0))
+        display.learning(SupervisedProgress(300, 300, 0.25, 12.0))
+        display.say("phase 3 of 3: reinforcement learning, steps 1 to 600")
+    assert [line.partition(" ")[0] for line in output.getvalue().splitlines()] == ["warm", "warm", "phase"]
+
+
 def test_a_file_gets_a_line_now_and_then_and_the_last_of_each_phase() -> None:
     output = io.StringIO()
     display = open_display(600, Console(file=output))

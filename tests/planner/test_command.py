@@ -73,7 +73,7 @@ def test_a_machine_of_impossible_numbers_is_refused(tmp_path: Path, change: str)
     facts = msgspec.to_builtins(machine_of("h100")) | {name: float(number)}
     path = tmp_path / "machine.json"
     path.write_bytes(msgspec.json.encode(facts))
-    with pytest.raises(UserError, match=f"is not a machine: Expected `float` >=? 0.*{name}"):
+    with pytest.raises(UserError, match=f"is not a machine: Expected `float` >=? 0.*{name}`; measure a machine with"):
         machine_of(str(path))
 
 

@@ -20,7 +20,7 @@ from stretto.core.errors import UNREADABLE, Problem, RecipeError, nearest
 from stretto.core.records import Record
 
 _PROFILES = "profiles"
-_REMEDY = "or measure a machine with `stretto plan --calibrate --out machine.json` and give that file"
+_REMEDY = "measure a machine with `stretto plan --calibrate --out machine.json` and give that file"
 
 Rate = Annotated[float, Meta(gt=0)]
 Amount = Annotated[float, Meta(ge=0)]
@@ -91,8 +91,10 @@ def machine_of(name: str) -> MachineProfile:
         return msgspec.convert(tomllib.loads(text), MachineProfile)
     if not os.path.isfile(name):  # false also for a name that no file can have
         found = "no such file, and no machine of this name has a profile"
-        raise RecipeError([Problem(f"machine {name!r}", found, f"{nearest(name.lower(), known_machines())} {_REMEDY}")])
+        raise RecipeError(
+            [Problem(f"machine {name!r}", found, f"{nearest(name.lower(), known_machines())} or {_REMEDY}")]
+        )
     try:
         return msgspec.json.decode(Path(name).read_bytes(), type=MachineProfile)
     except UNREADABLE as error:
-        raise RecipeError([Problem(name, f"is not a machine: {error}", f"it is written so: {_REMEDY}")]) from None
+        raise RecipeError([Problem(name, f"is not a machine: {error}", _REMEDY)]) from None

@@ -195,10 +195,11 @@ class Display(ABC):
         self._finish()
 
     def learning(self, progress: SupervisedProgress) -> None:
-        """Take the progress of supervised training, and draw it if it is time."""
+        """Take the progress of supervised training, and draw it if it is time or the last step has ended: what a run
+        says next is of another phase."""
         another = self._enter(progress.phase)
         self._watcher.learning(progress)
-        self._changed(another)
+        self._changed(another or progress.step == progress.steps)
 
     def step(self, metrics: StepMetrics) -> None:
         """Take the measurements of one training step, and draw them if it is time."""
