@@ -132,7 +132,7 @@ def test_a_function_an_object_and_a_partial_can_be_rewards(module: str, name: st
         ("leaving:f", ["cannot import 'leaving'", "SystemExit"]),
         ("our_rewards:godo", ["has no 'godo'", "did you mean 'good'?"]),
         ("our_rewards:LIMIT", ["is int", "cannot be called"]),
-        ("our_rewards:two", ["another signature", "function(prompt, completion, answer)"]),
+        ("our_rewards:two", ["another signature", "for one completion", "function(prompt, completion, answer)"]),
         ("our_rewards:named", ["another signature"]),
         ("our_rewards:many", ["is a generator", "by 'return' and not by 'yield'"]),
         ("our_rewards:streaming", ["is a generator"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Optional
@@ -19,8 +18,8 @@ from stretto_app.cli.mistakes import (
     refuse_model,
     refuse_preferences,
     refuse_recipe,
-    refuse_resumed,
     refuse_run,
+    refuse_training,
 )
 from stretto_app.cli.planning import plan
 from stretto_app.cli.runs import export, study, watch
@@ -107,13 +106,8 @@ def train(
         check_descriptors()
     if ray is not None:
         overrides = [*(overrides or []), 'cluster.placer="ray"', f'cluster.ray="{ray}"']
-    modules: tuple[str, ...] = ()
-    if resume and run_dir is None and not recipe.suffix and not os.path.exists(recipe):
-        refuse_run(recipe)
-    if not (resume and os.path.isdir(recipe)):  # a dry run tells mistakes of paths together with all others
-        modules = refuse_recipe(recipe, overrides or [], paths=not dry_run)
-    elif run_dir is None:
-        modules = refuse_resumed(recipe, overrides or [])
+    # a dry run tells mistakes of paths together with all others
+    modules = refuse_training(recipe, overrides or [], run_dir, resume, paths=not dry_run)
     if dry_run:
         with importing():
             from stretto_app.extensions.preflight.dry_run import check

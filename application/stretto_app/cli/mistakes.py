@@ -58,6 +58,23 @@ def refuse_recipe(recipe: Path, overrides: Sequence[str], *, paths: bool = True)
         return found.model.modules()
 
 
+def refuse_training(
+    recipe: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, *, paths: bool
+) -> tuple[str, ...]:
+    """Check what `stretto train` is given: a recipe, or with `resume` a run folder. `paths`: also the paths that a
+    recipe names. Return the modules of transformers that the model needs.
+
+    Raises:
+        RunFolderError: there is no such run to resume.
+        UserError: as `refuse_recipe` and `refuse_resumed`.
+    """
+    if resume and run_dir is None and not (recipe.suffix or os.path.exists(recipe)):
+        refuse_run(recipe)
+    if not (resume and os.path.isdir(recipe)):
+        return refuse_recipe(recipe, overrides, paths=paths)
+    return refuse_resumed(recipe, overrides) if run_dir is None else ()
+
+
 def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...]:
     """Check the keys and values of a recipe of `stretto dpo`, but not its paths. Return the modules of transformers
     that its model needs.

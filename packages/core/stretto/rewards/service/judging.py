@@ -59,7 +59,9 @@ def is_machinery(file: str) -> bool:
 
 
 PLACE = "rewards.function"
-_CONTRACT = "a reward is called as function(prompt, completion, answer) and returns a number or a bool"
+_CONTRACT = (
+    "a reward is called for one completion, as function(prompt, completion, answer), and returns a number or a bool"
+)
 
 
 def load_reward(name: str, settings: str = "{}", place: str = PLACE) -> RewardFunction:
