@@ -86,7 +86,7 @@ def test_a_call_that_was_cut_short_is_not_made_a_second_time(tmp_path: Path) -> 
         ticket = ticket_of(ledger)
         assert ledger.call((ticket, 0), "look", effect(done, "8")) == "7"
         for asked in ("pay", "pay twice"):
-            with pytest.raises(CallInterrupted, match="pay.* was cut short, and is not made a second time"):
+            with pytest.raises(CallInterrupted, match=r"pay.* was cut short, and is not made a second time"):
                 ledger.call((ticket, 0), asked, effect(done, "paid again"))
         assert ledger.call((ticket, 1), "pay", effect(done, "another's")) == "another's"
     assert done.read_text().split() == ["7", "paid", "another's"]

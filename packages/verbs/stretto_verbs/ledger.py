@@ -215,8 +215,8 @@ class FolderLedger(_AnyThread):
         return read_unfinished(self._file_of_all)
 
     def call(self, turn: tuple[Ticket, int], asked: str, run: Callable[[], str], *, repeatable: bool = False) -> str:
-        """Make a call of a tool on record, for one answer. After a kill, the program makes its calls again, and gets the
-        recorded replies in place of calls of `run`.
+        """Make a call of a tool on record, for one answer. After a kill, the program makes its calls again, and gets
+        the recorded replies in place of calls of `run`.
 
         Args:
             turn: the ticket and the number of the answer.
