@@ -20,12 +20,13 @@ from stretto_verify.math.compare.opinion import accepts, parsed_whole
 from stretto_verify.math.compare.scalars import Opinion
 from stretto_verify.math.extract.denials import is_open
 from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, without_frame
-from stretto_verify.math.extract.statements import stated
+from stretto_verify.math.extract.statements import stated, winner
 from stretto_verify.math.extract.subjects import is_of_another, subject
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto_verify.math.parse.expressions import expression
 from stretto_verify.math.parse.forms import undeclared
 from stretto_verify.math.parse.numerals import counted
+from stretto_verify.math.parse.numerals import in_figures
 from stretto_verify.math.parse.reading import read
 from stretto_verify.math.parse.spelling import compact, spelled
 from stretto_verify.math.parse.structure import (
@@ -150,7 +151,7 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
     if prompt and _is_written_back(expected, given, found, prompt):
         return False
     found = _in_base_of(prompt, found) if prompt and found is not None else found
-    told = in_prose(given.text) if isinstance(expected, Scalar) and _is_worded(found) else None
+    told = _told(given.text, found) if isinstance(expected, Scalar) and _is_worded(found) else None
     if told is not None:
         return bool(told.text) and judged(gold, told, prompt)
     if expected is not None and found is not None:
@@ -184,7 +185,9 @@ def _in_base_of(prompt: str, found: Node) -> Node:
 def _same_statement(gold: str, given: str) -> Opinion:
     """Whether two texts are equal, of which one or both may be a sentence: "The statement is true" for "true"; None if
     unknown. A sentence about one of several, such as "Bob is taller", says more than its predicate."""
-    expected, found = ((stated(text) if _ONLY_SUBJECT.match(text) else None) or text for text in (gold, given))
+    expected, found = (
+        (stated(text) if _ONLY_SUBJECT.match(text) else None) or winner(text) or text for text in (gold, given)
+    )
     return same(Words(expected), Words(found))
 
 
@@ -204,6 +207,13 @@ def _is_worded(found: Node | None) -> bool:
     r"""Whether words are a part of what was parsed, so that it has no value: ``\text{a loss of }5``. True also if
     nothing was (None)."""
     return found is None or isinstance(found, Words) or (isinstance(found, Scalar) and r"\text" in found.latex)
+
+
+def _told(text: str, found: Node | None) -> FinalAnswer | None:
+    """The answer of words in which a value stands, in digits or spelt; None for other texts."""
+    if isinstance(found, Words) and (written := in_figures(found.text)) != found.text:
+        return final_answer(written, is_all=True)
+    return in_prose(text)
 
 
 def _with_point(given: FinalAnswer, gold: FinalAnswer) -> FinalAnswer:

@@ -93,11 +93,16 @@ def says_its_last_side(given: Relation, same: Same) -> bool:
     first, *between, last = given.sides
     if not all(computes(side, last, same, given.signs[0]) for side in between if _is_constant(side)):
         return False  # x = 41 = 37
-    if _is_asked(first) or computes(first, last, same, given.signs[0]):
+    if _is_asked(first) or computes(first, last, same, given.signs[0]) or _is_identity(first, last, same):
         return True
     if isinstance(last, Matrix) and isinstance(first, Scalar) and _POWER_OF_MATRIX.fullmatch(first.latex):
         return True
     return any(isinstance(side, Scalar) and not number(side.latex) and computes(side, last, same) for side in between)
+
+
+def _is_identity(side: Node, last: Node, same: Same) -> bool:
+    """Whether two expressions with variables are equal, as in ``(x+2)(x+3) = x^2+5x+6``."""
+    return isinstance(side, Scalar) and isinstance(last, Scalar) and not _is_constant(side) and same(side, last) is True
 
 
 def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:

@@ -30,6 +30,9 @@ _SENTENCE = re.compile(  # states an answer ("The answer is 9", "Option B"); no 
     r"|\s*[\u4e00-\u9fff]{2,}\s*[:：是为]",
     re.DOTALL | re.IGNORECASE,
 )
+_OF_TWO = re.compile(  # the sum of 2 and
+    r"\b(?:between|of|either|from)\s+\$?(?!\\boxed)[^\s$]{1,12}\$?,?\s+(?:and|or|to)\s*$", re.IGNORECASE
+)
 _STRICT_SIGNS = ("<", ">", *(rf"\{name}" for name in ("gt", "lt", "gg", "ll", "ngtr", "nless")))
 _STRICT = re.compile(r"(?:[\w)}|]\s+|[)}|]|(?<![\w<\\/])[a-zA-Z])(?:[<>]|\\(?:gt|lt|gg|ll|ngtr|nless))$")
 _WORD = re.compile(r"\b(?:and|or)\b")
@@ -70,8 +73,12 @@ def boxed(text: str) -> str | None:
 
 
 def _is_passed(text: str, start: int) -> bool:
-    """Whether the box that begins at `start` stands behind a sign by which it is no value: ``x > \\boxed{12}``."""
+    """Whether the box that begins at `start` stands behind a sign or words by which it is no value: ``x > \\boxed{12}``,
+    "the sum of 2 and".
+    """
     before = text[max(0, start - 40) : start].rstrip(" $")
+    if before.endswith(("and", "or", "to")) and _OF_TWO.search(before) is not None:
+        return True
     return before.endswith(_STRICT_SIGNS) and _STRICT.search(before) is not None
 
 

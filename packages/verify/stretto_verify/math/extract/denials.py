@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from stretto_verify.math.extract.beside import WORDS_BEFORE, is_bounded, is_changed_before, is_changed_behind
 from stretto_verify.math.parse.units import NUMBER_WORD
 
 _TURN = (  # words that end the scope of a denial
@@ -68,7 +69,7 @@ _BESIDE = re.compile(  # the answer is another number, described by this one
     r"|twice|double|triple|half(?: of)?|thrice|divisible by"
     r"|(?:square|cube|square root|cube root|root|sqrt|opposite|reciprocal|negative|inverse|double|half|multiple"
     r"|log|logarithm|ln|sine?|cosine|tangent|factorial|floor|ceiling|derivative|integral|absolute value"
-    r"|third|quarter|fifth|tenth|digits?|divisors?|factors?|power|remainder) of)"
+    r"|third|quarter|fifth|tenth|digits?|divisors?|factors?|power|the remainder) of)"
     r"\s*[$(*{\\]{0,3}\s*$",
     re.IGNORECASE,
 )
@@ -127,6 +128,7 @@ under avoid
 _DENYING_WORDS = (
     frozenset(_DENYING_WORDS_TEXT.split())
     | _FIRST_WORDS
+    | WORDS_BEFORE
     | {
         f"{verb}{end}"
         for verb in ("reject", "discard", "eliminate", "exclude", "avoid")
@@ -136,6 +138,7 @@ _DENYING_WORDS = (
 )
 _WORD = re.compile("[a-z]+")
 _NOR = re.compile(r"\s*\$?,?\s*(?:or|nor)\s+\$?")
+_AND, _OF_BEFORE = re.compile(r"\s*\$?,?\s*(?:and\s+)?\$?"), re.compile(r"\bof\s*\$?$")
 _SIGNS = ' \n\t\r\f\v\u00a0\u3000$.)}*"”」'
 _SEEN = 60, 40  # characters before and after that are searched
 
@@ -146,28 +149,36 @@ def denied(text: str, start: int, end: int) -> bool:
     before, content = text[max(0, start - _SEEN[0]) : start], text[start:end]
     if not content.isdigit() and re.search("[A-Za-z:]", content) and _DATED.search(before) is not None:
         return True
-    return _denied_before(before) or _denied_behind(content, text[end : end + _SEEN[1]])
+    after = text[end : end + _SEEN[1]]
+    is_operand = is_changed_behind(text[end - 1 : end + _SEEN[1]] if content.endswith("$") else after)
+    is_boxed = content.startswith("\\")
+    return _denied_before(before, is_boxed=is_boxed) or is_operand or _denied_behind(content, after)
 
 
 def undenied(text: str, spans: Iterable[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
     """The spans (start, end, content) that the text does not deny (see `denied`), last one first. `spans`: in the order
-    of the text. "Not 41 or 43" denies both numbers."""
-    kept, at, is_denied = list[tuple[int, int, str]](), 0, False
+    of the text. "Not 41 or 43" denies both numbers, and so does "the product of 41 and 43"."""
+    kept, at, is_denied, is_operand = list[tuple[int, int, str]](), 0, False, False
     for start, end, content in spans:
-        is_joined = is_denied and _NOR.fullmatch(text[at:start]) is not None
+        is_joined = is_denied and (
+            _NOR.fullmatch(text[at:start]) is not None or (is_operand and _AND.fullmatch(text[at:start]) is not None)
+        )
+        is_operand = is_joined or _OF_BEFORE.search(text, max(0, start - 8), start) is not None
         at, is_denied = end, is_joined or denied(text, start, end)
         if not is_denied:
             kept.insert(0, (start, end, content))
     return kept
 
 
-def _denied_before(before: str) -> bool:
+def _denied_before(before: str, *, is_boxed: bool) -> bool:
     if not before.isascii() and _DENIED_BEFORE_ELSEWHERE.search(before) is not None:
         return True
     is_signed = "n't" in before or r"\ne" in before or "!=" in before or not before.isascii()
     if not is_signed and _DENYING_WORDS.isdisjoint(_WORD.findall(before.lower())):
         return False
     if any(form.search(before) for form in (_DENIED_BEFORE, _LABELLED, _BESIDE, _COMPARED_ABROAD)):
+        return True
+    if is_changed_before(before) or (not is_boxed and is_bounded(before)):
         return True
     if len(before) < _SEEN[0] and _NO.match(before) is not None:
         return True

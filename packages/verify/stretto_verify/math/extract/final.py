@@ -52,6 +52,7 @@ _CALCULATED = re.compile(r"<<[^<>\n]{1,80}>>")  # a calculator's notes, as in GS
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
 _DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}|</?(?:b|i|u|em|strong|span|mark|code)>")
 _BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # not a power
+_POWER_OF_UNIT = re.compile(r"(?<=[a-z])\$\^\s*(\{?[23]\}?)\s*\$")  # cm$^2$
 _SLANTED = re.compile(
     r"(?<![\w*\\])\*([A-Za-z][A-Za-z :]{0,30})\*(?![\w*])"
     r"|(?<![\w\\{}$^])_{1,2}([A-Za-z][A-Za-z :]{0,30}?|-?[0-9][0-9.,/]*[°%]?)_{1,2}(?!\w)"
@@ -99,6 +100,14 @@ _CORRECTED = re.compile(  # "The answer is 42. No, 43."
     r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
     re.IGNORECASE,
 )
+_RECONSIDERED = re.compile(  # "The answer is 42. Wait, I forgot to add 1, so it's 43."
+    r"[.!?;}$\n]\s{0,8}(?:hmm[,.]?\s)?(?:no|wait|actually|sorry|oops|correction)\b[,.:!]?\s[^\n]{0,200}?"
+    r"\b(?:so|hence|thus|therefore|giving|which (?:gives|makes)),?\s{1,8}"
+    r"(?:(?:it|that|the (?:correct |final |right )?(?:answer|total|result|number|sum))(?:'s|\s(?:is|was|should be|must be|becomes))"
+    r"\s{1,8}|we get\s{1,8}|there (?:are|must be)\s{1,8})?"
+    r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
+    re.IGNORECASE,
+)
 _SENTENCE_END = re.compile(r"\n(?!\s*[Oo]r\b)|。|\.(?!\s+[Oo]r\b)(?=\s+[A-Z(]|\s*$)|[.,]?\s*I hope it is correct|<\|")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(?P<a>.{1,2000}?)(?<!\\)\$\$|(?<!\\)\\\[(?P<b>.{1,2000}?)(?<!\\)\\\]"
@@ -107,11 +116,12 @@ _FORMULA = re.compile(
     re.DOTALL,
 )
 _BETWEEN = re.compile(r"\s*(?:,|;|,?\s*(?:and|or)|\\quad|\\text\{\s*(?:and|or)\s*\})\s*")
+_SCALE = re.compile(r"\s*(?:\\?%|percent\b|\(?in (base [0-9]{1,2}|binary|octal|hexadecimal)\b\)?)")
 _NEAR = re.compile(r"\s*(?:≈|\\approx)\s*")
 _NUMBER = re.compile(
     r"(?<![0-9A-Za-z_^{\\.,])(?<![_^]\{[-−+])(?<![_^][-−+])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?(?:\\?\$|[€£¥])?"
     r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
-    rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|(?:percentage points?|per ?cent(?:age)?"
+    rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|°(?![CFK])|(?:percentage points?|per ?cent(?:age)?"
     rf"|{'|'.join(MAGNITUDES)})\b)){{0,2}}(?![0-9])"
 )
 _TERM = r"(?:[0-9]++(?:\.[0-9]++)?|[√π]|[a-zA-Z](?![a-zA-Z])|\((?:[^()\n]{1,40})\)|\*\*|\^-?)"
@@ -123,12 +133,14 @@ _EQUATION = re.compile(  # 2x + 3 = 13: an unknown with a factor, whose letter i
     rf"(?<![A-Za-z0-9\\$^_.])(?=[^=\n]{{0,60}}?[0-9]\*?[abcnp-rt-z](?![A-Za-z0-9])){_EXPRESSION}\s*=\s*{_EXPRESSION}"
     r"(?![0-9a-zA-Z%])"
 )
+_DAY = re.compile(r"(?<![0-9/])[0-9]{1,2}/[0-9]{1,2}/[0-9]{4}(?![0-9/])")
 _SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
 _PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?:(?::| : )[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
 _TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
 _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
 _ASIDE = re.compile(
     r"不是(?!\s*(?:正[确確])?答案)"
+    r"|,\s+which\s(?:is|are|was|were)\s(?=[^.\n]{0,80}\b(?:more|less|fewer|greater|times|twice|half|larger|smaller)\b)"
     r"|,?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s"
 )
 _IN_SPANISH, _NO_OTHER = re.compile("respuesta", re.IGNORECASE), re.compile(r",\s+no\s+(?=\S)")
@@ -137,6 +149,10 @@ _LETTER_ALONE = re.compile(  # D, it cannot be A or B
 )
 _ATTAINED = re.compile(  # the maximum is 12, attained at x = 3
     r",?\s+(?:(?:which is )?(?:achieved|attained|reached)|which occurs)\s(?:at|when|for|if)\b[^.\n]{1,80}\.?\s*$"
+)
+_DECLARED = re.compile(  # $S_n = 2n$ for all $n \ge 1$
+    r"(?<=\$),?\s+(?:(?:for (?:all|every|any|each)|whenever)(?: [a-z]+)? \$[a-zA-Z]|(?:for|where|when) \$[nkm])"
+    r"\s*(?:\\(?:geq?|leq?|in|neq?)(?![a-z])|[<>≥≤])[^$\n]{1,40}\$[\s.]*$"
 )
 _ENDS_OF_RANGE = re.compile(r"\$?,?\s+\(?(in|ex)clusive\b", re.IGNORECASE)  # between 3 and 5 inclusive
 _TITLED = re.compile(
@@ -186,6 +202,8 @@ def without_frame(completion: str, prompt: str = "") -> str:
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
+    if "$^" in text:
+        text = _POWER_OF_UNIT.sub(r"^\1", text)
     text = _SLANTED.sub(lambda found: found[1] or found[2], text)
     end = _TEMPLATE_END.search(text.lstrip())
     return text.lstrip()[: end.start()] if end is not None and end.start() > 0 else text
@@ -204,7 +222,7 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
     """
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
         return _untagged(tagged[-1].strip())
-    if (corrected := _CORRECTED.search(text)) is not None:
+    if (corrected := _CORRECTED.search(text) or _RECONSIDERED.search(text)) is not None:
         piece = corrected["piece"].strip("$")
         return FinalAnswer(boxed(piece) or piece, certain=True)
     box = boxed(text)
@@ -216,13 +234,13 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
         return marked[1]
     if is_list(text) and (is_all or _NAMES_STANCE.search(text)) and not is_reply(text.strip()):
         return FinalAnswer(text.strip(), certain=True)
-    return _whole(text.strip()) or _last(_ATTAINED.sub("", text), is_all=is_all)
+    return _whole(text.strip()) or _last(_DECLARED.sub("", _ATTAINED.sub("", text)), is_all=is_all)
 
 
 def in_prose(text: str) -> FinalAnswer | None:
     r"""Answer of a box of words in which a value stands (``\text{a loss of }\$5``), as between two tags; None for other
     forms."""
-    told = _DOLLAR.sub(r"\\$", " ".join(_IN_WORDS.sub(r" \1 ", text).split()))
+    told = _MIXED.sub(_in_parts, _DOLLAR.sub(r"\\$", " ".join(_IN_WORDS.sub(r" \1 ", text).split())))
     if r"\text" not in text or _WORDS_AND_NUMBERS.fullmatch(told) is None:
         return None
     found = candidates(told)
@@ -355,8 +373,9 @@ def _formulas(text: str, first: re.Match[str]) -> tuple[list[str], int]:
     while (joint := _BETWEEN.match(text, at)) is not None and (more := _FORMULA.match(text, joint.end())) is not None:
         contents.append(_content(more))
         at = more.end()
-    unit = re.match(r"\s*\\?%|\s*percent\b", text[at:])
-    return [*contents[:-1], contents[-1] + ("%" if unit else "")], at + (unit.end() if unit else 0)
+    if (unit := _SCALE.match(text, at)) is None:
+        return contents, at
+    return [*contents[:-1], contents[-1] + (rf"\text{{ in {unit[1]}}}" if unit[1] else "%")], unit.end()
 
 
 def _content(found: re.Match[str]) -> str:
@@ -384,7 +403,7 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
     `is_all`: return the whole text if it has other candidates besides.
     """
     spans: list[Span] = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
-    for form in (_RELATION, _EQUATION, _TUPLE, _SET):
+    for form in (_RELATION, _EQUATION, _TUPLE, _SET, _DAY):
         spans += _found(form, text, spans)
     formulas = [(start, end) for start, end, _ in spans]
     for form in (SPOKEN, _PROPORTION):

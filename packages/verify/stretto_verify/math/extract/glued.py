@@ -43,8 +43,14 @@ _SIDE_BEHIND = re.compile(
 )
 _ATOM = re.compile(r"[0-9.,]+|[a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})*")
 _OR = re.compile(
-    r"\$?\s*(?:\\text\{\s*or\s*\}|(?<=[\s$}])or\s+(?:(?:maybe|perhaps|possibly|even)\s+)?)\s*\$?(-?[0-9][0-9./]*)\$?(?=[\s.,;:]|$)"
+    r"(?:\s*\^\s*\{?\\circ\}?|\s*\\?%)?\$?,?\s*(?:\\text\{\s*or\s*\}|(?<=[\s$},])or\s+(?:(?:maybe|perhaps|possibly|even)\s+)?)\s*"
+    r"\$?(-?[0-9][0-9./]*)\$?(?=[\s.,;:]|$)"
 )
+_AND = re.compile(r"\$?,?\s+and\s+\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
+_OR_BEFORE = re.compile(r"(?<![0-9.,/])(-?[0-9][0-9./]*)\$?,?\s+or\s+\$?$")
+_SHARE = re.compile(r"\$?\s*(?:\\?%|percent\b)\s*\$?\s*of\s+\\?\$?([0-9][0-9,]*(?:\.[0-9]+)?)")
+_IN_BASE = re.compile(r"\$?\s*\(?(?:in\s+)?(base\s+(?:[0-9]{1,2}|[a-z]{3,7})|binary|octal|hexadecimal)\b", re.IGNORECASE)
+_REMAINDER = re.compile(r"\s*\$?\s*\(?\\?p?mod(?![a-z])\s*\{?\s*([0-9]{1,9})")
 _COMMA = re.compile(r"\$?,\s*\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
 _LIST_NUMBER = re.compile(r"\s*(?:[0-9]+[.)]|[-*+•]\s)\s*")
 _UNIT = re.compile(
@@ -59,8 +65,18 @@ def with_glued(content: str, before: str, after: str) -> str:
     >>> with_glued("12", "so it is $", r"\pi$."), with_glued("12", "$x = ", "$, 3 more."), with_glued("5", "", " cm")
     ('12\\pi', '12', '5\\text{ cm}')
     """
+    if (other := _OR_BEFORE.search(before, max(0, len(before) - 30))) is not None:
+        return f"{other[1]}, {content}"
     if before[-1:] in _STARTS and _ENDS.match(after) is not None:
         return content
+    if (share := _SHARE.match(after)) is not None:
+        return rf"{content}\% of {share[1]}"
+    if (base := _IN_BASE.match(after)) is not None:
+        return rf"{content}\text{{ in {base[1].lower()}}}"
+    if (modulus := _REMAINDER.match(after)) is not None:
+        return rf"{content} \pmod{{{modulus[1]}}}"
+    if (other := _OR.match(after) or _COMMA.match(after) or _AND.match(after)) is not None:
+        return f"{content}, {other[1]}"
     left, opened = _segment_before(before)
     right, closed = _segment_behind(after)
     if _PLAIN_WORD.search(_NO_WORD.sub(" ", f"{left} | {right}")):
@@ -69,8 +85,6 @@ def with_glued(content: str, before: str, after: str) -> str:
         glued = _in_formula(content, left, right, is_marked=opened and closed)
     if glued is not None:
         return glued
-    if (other := _OR.match(after) or _COMMA.match(after)) is not None:
-        return f"{content}, {other[1]}"
     return _with_unit(content, after)
 
 

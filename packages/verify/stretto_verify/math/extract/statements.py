@@ -24,6 +24,10 @@ _REASONED = re.compile(
 )
 _CONCLUDED = re.compile(r"(?:so|thus|hence|therefore),?\s+(?=\S)", re.IGNORECASE)
 _CONTRASTED = re.compile(r"([A-Za-z'-]+(?: [A-Za-z'-]+){0,2}), not [A-Za-z' -]+[.!]?")
+_WINNER = re.compile(
+    r"(?:(?:[Ss]o|[Tt]hus|[Hh]ence|[Tt]herefore),? )?((?:[Pp]layer )?[A-Z][a-z]*)(?: (?:will|can|must))?(?: always)?"
+    r" (?:wins?(?: the (?:game|race|match))?|has (?:a|the) winning strategy)[.!]?"
+)
 _STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
 _STANCES = re.compile(r"\b(?:yes|no|true|false)\b", re.IGNORECASE)
 _REPLY = re.compile(  # yes, it is
@@ -48,6 +52,16 @@ def stated(text: str) -> str | None:
     if is_named(found["subject"]):  # "Alice is taller" says who is
         return None
     return found["said"] if says_nothing(found["subject"]) else None
+
+
+def winner(text: str) -> str | None:
+    """Name of who wins, by a short sentence; None for other texts.
+
+    >>> winner("Alice wins"), winner("Bob has a winning strategy."), winner("Neither wins")
+    ('Alice', 'Bob', None)
+    """
+    found = _WINNER.fullmatch(text)
+    return found[1] if found is not None and is_named(f"{found[1]} is") else None
 
 
 def stance(text: str) -> str | None:

@@ -100,7 +100,8 @@ _BEFORE = r"(?:[<>≤≥±]=?[ ]?|(?<=is )[-−][ ](?=[0-9])|\|)?+[-−+]?"
 _UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
 _BEHIND = (  # suffixes that change a number: 3k, 42i, 4.2.1, 0.42..., 5‰; no unit, no ordinal, no words
     rf"(?:(?<=[0-9])(?:(?!(?:{_UNITS}|st|nd|rd|th)(?![a-zA-Z]))[a-zA-Z]{{1,3}}[0-9]*+(?![a-zA-Z])|(?:\.[0-9]++)++|\.\.+|…|‰)"
-    r"|[ ]\((?:mod)[ ][^()\n]{1,20}\)|\|)?+"
+    r"|[ ]\((?:mod)[ ][^()\n]{1,20}\)|\|"
+    r"|[ ]\(?(?:in[ ])?(?:base[ ][0-9]{1,2}|binary|octal|hexadecimal)\b\)?)?+"
 )
 _TERM = re.compile(
     rf"(?<![0-9A-Za-z_^{{\\.,/$])(?!(?<=[0-9] )[a-z]){_BEFORE}"

@@ -26,6 +26,8 @@ _PARTS: Final = {"half": 2, "quarter": 4, "hundredth": 100, "thousandth": 1000} 
     if number > 2
 }
 _MOST_WORDS: Final = 16
+_NAMES: Final = "|".join(sorted([*_SMALL, *_LARGE, "hundred", *_PARTS, *(f"{part}s" for part in _PARTS)], key=len, reverse=True))
+_SPELT = re.compile(rf"\b(?:{'|'.join(_SMALL)})\b(?:[ -](?:and )?(?:an? )?(?:{_NAMES}|halves)\b)*", re.IGNORECASE)
 
 _CHINESE: Final = {digit: number for number, digit in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2, "兩": 2}
 _PLACES: Final = {"十": 10, "百": 100, "千": 1000}
@@ -51,6 +53,20 @@ def counted(words: str) -> Fraction | None:
         found = _amount(parts[1:])
         return None if found is None else -found
     return _amount(parts)
+
+
+def in_figures(text: str) -> str:
+    """The text with its numbers in words written as digits; "one" alone stays, since it may be a pronoun.
+
+    >>> in_figures("It lasted twenty-five hours, no one knows why.")
+    'It lasted 25 hours, no one knows why.'
+    """
+    return _SPELT.sub(_figures, text)
+
+
+def _figures(found: re.Match[str]) -> str:
+    value = None if found[0].lower() == "one" else counted(found[0])
+    return found[0] if value is None else str(value)
 
 
 def counted_in_chinese(text: str) -> int | None:

@@ -1,0 +1,108 @@
+r"""Words and signs directly beside a number that make it another one: "42 plus 3", "42 and a half", "the supplement of
+42", ``\boxed{42}, then 5 more``.
+
+Words behind a number mostly say what it counts ("42 apples in all") and may be passed over. These may not: each takes
+the number as the operand of something, so that the value is another one.
+"""
+
+from __future__ import annotations
+
+import re
+
+from stretto_verify.math.parse.units import NUMBER_WORD
+
+_LETTER = r"[b-hj-z](?![a-zA-Z'’])"  # no article
+_OPERAND = (
+    rf"(?:(?:the|its|another)\s(?:(?:other|first|last|remaining|second|next)\s)?)?"
+    rf"(?:\$?[-−]?\\?\$?[0-9.]|\$?\\(?:[dt]?frac|sqrt|pi|boxed)(?![a-z])|\$?{_LETTER}|{NUMBER_WORD})"
+)
+_OPERATOR = (
+    r"plus or minus|plus|minus|times|divided by|multiplied by|over|choose|mod(?:ulo)?|raised to|to the power(?: of)?"
+    r"|give or take|less|together with|along with|as well as|out of|of"
+)
+_PARTS = r"(?:half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)"
+_RELATED = r"(?:[<>≤≥]|\\(?:leq?|geq?|lt|gt)(?![a-z]))"
+_COMPARATIVE = (
+    "more|less|fewer|greater|larger|smaller|bigger|higher|lower|older|younger|longer|shorter|taller|heavier|lighter"
+)
+_BEHIND = re.compile(
+    r"[$)}*]{0,3}(?:"
+    rf"(?:,?[ \t]+|,|(?<=[}}$]))(?:"
+    rf"(?:{_OPERATOR})[ ]{_OPERAND}"
+    rf"|(?:{_COMPARATIVE}) than \$?[0-9]"
+    rf"|to \$?[-−]?[0-9]++(?! (?:decimal|significant|d\.?p|s\.?f|places|digits|figures))"
+    rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b|(?:add|subtract|multiply|divide|double"
+    r"|halve|square)\b)"
+    rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
+    r"|if\b[^.\n]{1,60}?(?:\b(?:otherwise|else)\b|[0-9}$] if\b)"
+    rf"|times as (?:many|much|[a-z]+) as {_OPERAND}"
+    r"|which (?:is|was) (?:wrong|incorrect|false|impossible|not (?:right|correct|possible|the answer))\b"
+    r"|is (?:only|just|merely) (?:an?|one|the first) (?:part|half|third|step|bound|lower bound|upper bound|guess"
+    r"|estimate)\b"
+    r"|(?:in|against) (?:the )?odds\b"
+    r")"
+    r"|-th (?:power|root|prime|multiple|square|cube)s?\b"
+    r"|[^.\n]{0,30}[;,] (?:so |hence |and )?the (?:final |actual |correct )?(?:answer|number|total|result) is \$?[0-9]"
+    rf"|[ \t]*{_RELATED}\s*\$?[a-z](?![a-zA-Z])"
+    r"|,?\s*\\[lc]?dots(?![a-z])"
+    rf"|[ \t]*[-−+*/±×÷][ \t]*(?:the|another)\s"
+    r")",
+    re.IGNORECASE,
+)
+_BEHIND_FORMULA = re.compile(rf"[}}]?\$(?:\^|[ \t]*[-−+*/±×÷][ \t]*(?:\$?[0-9]|\$\\?[a-z]|{_LETTER}))")
+_FIRST_WORDS = frozenset(
+    "is was plus minus times divided multiplied over choose mod modulo raised to give less together along as out of and then"
+    " if which in against more fewer greater larger smaller bigger higher lower older younger longer shorter taller"
+    " heavier lighter".split()
+)
+_FIRST_WORD = re.compile(r"[$)}*]{0,3},?[ \t]*([a-zA-Z]+|[^\w\s,.;:])")
+
+#: Nouns of quantities: "the total of 42" is 42. Of other nouns, "the supplement of 42" is another value.
+_QUANTITIES = frozenset(
+    "total sum value answer amount maximum minimum max min result age price cost rate speed velocity distance length"
+    " width height area volume perimeter mass weight time probability score average mean median mode profit loss gain"
+    " size temperature angle radius diameter discount balance ratio percentage order degree year figure bound quantity"
+    " range count capacity depth duration interest population measure magnitude dimension sample period slope limit"
+    " chance case set sequence interval number point pair tuple vector equation line function matrix form side base"
+    " edge month day date morning evening help use means end start beginning case sake union list choice option".split()
+)
+_OF = re.compile(r"(?:^|\W)the (?:[a-z-]+ ){0,2}?(?P<noun>[a-z-]+) of\s*[$(*{\\]{0,3}\s*$", re.IGNORECASE)
+_BEFORE = re.compile(
+    r"(?:\b(?:all but|(?:supplement|complement|conjugate|transpose|reflection|negation|permutations?|subsets?|fraction|reflection"
+    r"|inverse) of"
+    r"|(?:perpendicular|parallel|orthogonal) to)"
+    r"|[0-9]\$? (?:times|plus|minus|divided by))\s*[$(*{\\]{0,3}\s*$",
+    re.IGNORECASE,
+)
+_BOUND = re.compile(rf"\b(?:at (?:least|most)|up to|no (?:{_COMPARATIVE}) than)\s*[$(*]{{0,3}}\s*$", re.IGNORECASE)
+#: Words of which one stands in front of every number that `is_changed_before` or `is_bounded` refuses.
+WORDS_BEFORE = frozenset("least most up than but of to times plus minus by".split())
+
+
+def is_changed_behind(after: str) -> bool:
+    r"""Whether the text behind a number makes it another one.
+
+    >>> [is_changed_behind(text) for text in (" plus 3", "$, then 5 more", " and a half", " apples", ", plus tax")]
+    [True, True, True, False, False]
+    """
+    first = _FIRST_WORD.match(after)
+    if first is None or (first[1][0].isalpha() and first[1].lower() not in _FIRST_WORDS):
+        return False
+    return _BEHIND.match(after) is not None or _BEHIND_FORMULA.match(after) is not None
+
+
+def is_bounded(before: str) -> bool:
+    """Whether the text before a number makes it a bound: "at most 42". A box around it tells that it is the answer."""
+    return _BOUND.search(before) is not None
+
+
+def is_changed_before(before: str) -> bool:
+    r"""Whether the text before a number makes it another one.
+
+    >>> [is_changed_before(text) for text in ("the supplement of $", "the total of ", "an area of ")]
+    [True, False, False]
+    """
+    if _BEFORE.search(before) is not None:
+        return True
+    found = _OF.search(before) if " of" in before else None
+    return found is not None and found["noun"].lower() not in _QUANTITIES
