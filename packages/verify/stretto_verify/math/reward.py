@@ -20,7 +20,7 @@ from stretto_verify.math.compare.opinion import accepts, parsed_whole
 from stretto_verify.math.compare.scalars import Opinion
 from stretto_verify.math.extract.denials import is_open
 from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, without_frame
-from stretto_verify.math.extract.statements import stated, winner
+from stretto_verify.math.extract.statements import stated, weekday, winner
 from stretto_verify.math.extract.subjects import is_of_another, subject
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto_verify.math.parse.expressions import expression
@@ -186,7 +186,8 @@ def _same_statement(gold: str, given: str) -> Opinion:
     """Whether two texts are equal, of which one or both may be a sentence: "The statement is true" for "true"; None if
     unknown. A sentence about one of several, such as "Bob is taller", says more than its predicate."""
     expected, found = (
-        (stated(text) if _ONLY_SUBJECT.match(text) else None) or winner(text) or text for text in (gold, given)
+        (stated(text) if _ONLY_SUBJECT.match(text) else None) or winner(text) or weekday(text) or text
+        for text in (gold, given)
     )
     return same(Words(expected), Words(found))
 

@@ -39,9 +39,10 @@ _BEHIND = re.compile(
     r"|which (?:is|was) (?:wrong|incorrect|false|impossible|not (?:right|correct|possible|the answer))\b"
     r"|is (?:only|just|merely) (?:an?|one|the first) (?:part|half|third|step|bound|lower bound|upper bound|guess"
     r"|estimate)\b"
-    r"|(?:in|against) (?:the )?odds\b"
+    r"|against[.\s]*$"
+    r"|of (?:the |an? )?(?:(?:remaining|other|first|last|second|original) )?(?:half|third|quarter|rest|remainder)\b"
     r")"
-    r"|-th (?:power|root|prime|multiple|square|cube)s?\b"
+    r"|(?:-|\^\s*\{?\s*(?:\\text\s*\{\s*)?)(?:st|nd|rd|th)\}*\$? (?:power|root|prime|multiple|square|cube)s?\b"
     r"|[^.\n]{0,30}[;,] (?:so |hence |and )?the (?:final |actual |correct )?(?:answer|number|total|result) is \$?[0-9]"
     rf"|[ \t]*{_RELATED}\s*\$?[a-z](?![a-zA-Z])"
     r"|,?\s*\\[lc]?dots(?![a-z])"
@@ -52,7 +53,7 @@ _BEHIND = re.compile(
 _BEHIND_FORMULA = re.compile(rf"[}}]?\$(?:\^|[ \t]*[-−+*/±×÷][ \t]*(?:\$?[0-9]|\$\\?[a-z]|{_LETTER}))")
 _FIRST_WORDS = frozenset(
     "is was plus minus times divided multiplied over choose mod modulo raised to give less together along as out of and then"
-    " if which in against more fewer greater larger smaller bigger higher lower older younger longer shorter taller"
+    " if which against more fewer greater larger smaller bigger higher lower older younger longer shorter taller"
     " heavier lighter".split()
 )
 _FIRST_WORD = re.compile(r"[$)}*]{0,3},?[ \t]*([a-zA-Z]+|[^\w\s,.;:])")

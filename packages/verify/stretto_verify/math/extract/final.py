@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box, only_box
 from stretto_verify.math.extract.denials import denied, is_denying, undenied
+from stretto_verify.math.extract.glued import with_unit
 from stretto_verify.math.extract.statements import STATES, concluded, is_reply, reasoned, stance, stated
 from stretto_verify.math.extract.terms import in_digits, terms, unquoted
 from stretto_verify.math.limits import LONGEST_TAIL
@@ -422,6 +423,8 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
             return _piece_of(titled["value"])
         return FinalAnswer(text, certain=False)
     contents = ",".join(content for _, _, content in reversed(joined))
+    if len(joined) == 1 and (measured := with_unit(contents, text[joined[0][1] : joined[0][1] + 60])) != contents:
+        return FinalAnswer(measured, certain=True)
     ends = _ENDS_OF_RANGE.match(text, joined[0][1]) if len(joined) == 2 else None
     if ends is not None and text[: joined[1][0]].rstrip(" $").endswith("between"):
         contents = f"[{contents}]" if ends[1].lower() == "in" else f"({contents})"

@@ -55,8 +55,11 @@ _COMMA = re.compile(r"\$?,\s*\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
 _LIST_NUMBER = re.compile(r"\s*(?:[0-9]+[.)]|[-*+•]\s)\s*")
 _UNIT = re.compile(
     r"[\s$~]*(?:\\[,;: ]\s*)*(?:\\(?:text|mathrm|rm|mbox)\s*\{~?\s*(?P<text>[^{}]*)\}(?P<power>\^\{?-?[1-9]\}?)?"
-    r"|(?P<words>[a-zA-Z]{2,}(?: [a-zA-Z]+){0,3}))"
+    r"|(?P<words>[a-zA-Z]{2,}(?:[ /-][a-zA-Z]+){0,3}|[mgLWVK]/[a-z]+|[mghslLNJWVK](?![\w'.,-]*\w)))"
 )
+_WORD = re.compile(r"[a-zA-Z]+(?:[ /-]|$)")
+_RAISED = re.compile(r"(?:\^\s*\{?)?([23²³])")
+_EXPONENTS = {"²": "2", "³": "3"}
 
 
 def with_glued(content: str, before: str, after: str) -> str:
@@ -85,7 +88,7 @@ def with_glued(content: str, before: str, after: str) -> str:
         glued = _in_formula(content, left, right, is_marked=opened and closed)
     if glued is not None:
         return glued
-    return _with_unit(content, after)
+    return with_unit(content, after)
 
 
 def _segment_before(before: str) -> tuple[str, bool]:
@@ -139,18 +142,24 @@ def _atom(content: str) -> str:
     return content if _ATOM.fullmatch(content) else f"({content})"
 
 
-def _with_unit(content: str, after: str) -> str:
+def with_unit(content: str, after: str) -> str:
+    r"""The content of a box, or a number, with the unit that the text after it begins with.
+
+    >>> with_unit("5", " days a week"), with_unit("5", " apples"), with_unit("60", " km/h.")
+    ('5\\text{ days}', '5', '60\\text{ km/h}')
+    """
     found = _UNIT.match(after)
     if found is None or not content[-1:].isdigit():
         return content
     if found["words"] is None:
         is_unit = bool(product(found["text"], "2" if found["power"] else None))
         return rf"{content}\text{{ {found['text'].strip()}}}{found['power'] or ''}" if is_unit else content
-    words = found["words"].split(" ")
+    words = _WORD.findall(found["words"])
     for count in range(len(words), 0, -1):
-        told = " ".join(words[:count])
+        told = "".join(words[:count]).strip(" /-")
         if told in MAGNITUDES:
             return f"{content} {told}"
-        if told.lower() in KNOWN or (count > 1 and words[0].lower() != "in" and product(told)):
-            return rf"{content}\text{{ {told}}}"
+        if told.lower() in KNOWN or ((count > 1 or len(told) == 1) and words[0].lower() != "in " and product(told)):
+            power = _RAISED.match(after, found.start("words") + len(told))
+            return rf"{content}\text{{ {told}}}" + (f"^{_EXPONENTS.get(power[1], power[1])}" if power else "")
     return content

@@ -24,6 +24,12 @@ _REASONED = re.compile(
 )
 _CONCLUDED = re.compile(r"(?:so|thus|hence|therefore),?\s+(?=\S)", re.IGNORECASE)
 _CONTRASTED = re.compile(r"([A-Za-z'-]+(?: [A-Za-z'-]+){0,2}), not [A-Za-z' -]+[.!]?")
+_ON_A_DAY = re.compile(
+    r"(?:(?:so|thus|hence|therefore),? )?(?:it|that|this|the [a-z]+(?: [a-z]+)?) (?:(?:will|must|would) )?"
+    r"(?:is|be|was|falls?|fell|lands?|occurs?|happens?|takes place|comes?) (?:on )?(?:an? )?"
+    r"((?:mon|tues|wednes|thurs|fri|satur|sun)day)[.!]?",
+    re.IGNORECASE,
+)
 _WINNER = re.compile(
     r"(?:(?:[Ss]o|[Tt]hus|[Hh]ence|[Tt]herefore),? )?((?:[Pp]layer )?[A-Z][a-z]*)(?: (?:will|can|must))?(?: always)?"
     r" (?:wins?(?: the (?:game|race|match))?|has (?:a|the) winning strategy)[.!]?"
@@ -52,6 +58,16 @@ def stated(text: str) -> str | None:
     if is_named(found["subject"]):  # "Alice is taller" says who is
         return None
     return found["said"] if says_nothing(found["subject"]) else None
+
+
+def weekday(text: str) -> str | None:
+    """Day of the week on which something is, by a short sentence; None for other texts.
+
+    >>> weekday("It falls on a Friday."), weekday("It is before Friday.")
+    ('Friday', None)
+    """
+    found = _ON_A_DAY.fullmatch(text)
+    return None if found is None or is_denying(text) else found[1]
 
 
 def winner(text: str) -> str | None:

@@ -11,10 +11,11 @@ from typing import Final
 
 _SIGNS = re.compile(
     r"\\(?:bigcup|[lr]brack|[lr]paren|sfrac|nicefrac|surd|root|[ij]math|cr(?![a-z])|check|black|square|Box|qed|mathrm|mathsf"
-    r"|text|approx)|[✓✔✅∎□■]|base|octal|inary|decimal|ption|hoice|nswer:|floor|_\{1,|_\{\(|_\{[0-9]+\+|[A-J]\)\s*$"
+    r"|text|approx)|[✓✔✅∎□■]|base|octal|half|quarter|third|inary|decimal|ption|hoice|nswer:|floor|_\{1,|_\{\(|_\{[0-9]+\+|[A-J]\)\s*$"
 )
 _BRACKETS: Final = {"lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")"}
 _SYSTEMS: Final = {"binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16}
+_PARTS: Final = {"half": 2, "third": 3, "quarter": 4}
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -41,6 +42,10 @@ _REPLACED: Final = tuple(
         (
             r"(?<=[0-9A-F])\s*(?:\\(?:text|mathrm)\s*\{)?\s*\(?\s*(?:in\s+)?base[\s}]+([0-9]{1,2}|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\)?\s*\}?\s*$",
             r"_{\1}",
+        ),
+        (
+            r"(?<=[0-9])\s*\\text\s*\{\s*and (?:an? |one )(half|third|quarter)\s*\}",
+            lambda found: rf"\frac{{1}}{{{_PARTS[found[1]]}}}",
         ),
         (
             r"(?<=[0-9A-F])\s*(?:\\(?:text|mathrm)\s*\{)?\s*\(?\s*(?:in\s+)?(binary|octal|decimal|hexadecimal)\)?\s*\}?\s*$",

@@ -308,9 +308,12 @@ def _made(sides: list[str], signs: list[str]) -> Node:
     """Relation from its sides and the signs between them, one fewer; ``= 5`` and ``5 ≈ 5.0`` name nothing and give 5
     alone. The value of ``x = √2 ≈ 1.41`` is √2, that of ``x ≈ 1.41`` is 1.41. Raises Unreadable."""
     if not sides[0].strip() and signs[0] in ("=", r"\in", r"\equiv", r"\approx"):
-        sides, signs = sides[1:], signs[1:]
+        was_member, sides, signs = signs[0] == r"\in", sides[1:], signs[1:]
         if not signs:
-            return node(sides[0])
+            value = node(sides[0])
+            if was_member and not isinstance(value, Listing | Union):
+                raise Unreadable("a member of no set")
+            return value
     if r"\in" in signs[1:]:
         raise Unreadable("a member of a member")
     beside: tuple[str, ...] = ()
@@ -331,6 +334,8 @@ def _made(sides: list[str], signs: list[str]) -> Node:
     last = node(sides[-1])
     if isinstance(last, Letter):
         raise LeftOver("a choice as the side of an equation")
+    if signs[-1] == r"\in" and isinstance(last, Scalar) and number(last.latex) is not None:
+        raise Unreadable("a member of a number")
     return Relation((*[_side(side) for side in sides[:-1]], last), tuple(signs), beside)
 
 
