@@ -25,8 +25,7 @@ from stretto_verify.math.extract.subjects import is_of_another, subject
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto_verify.math.parse.expressions import expression
 from stretto_verify.math.parse.forms import undeclared
-from stretto_verify.math.parse.numerals import counted
-from stretto_verify.math.parse.numerals import in_figures
+from stretto_verify.math.parse.numerals import counted, in_figures
 from stretto_verify.math.parse.reading import read
 from stretto_verify.math.parse.spelling import compact, spelled
 from stretto_verify.math.parse.structure import (

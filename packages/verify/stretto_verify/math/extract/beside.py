@@ -31,8 +31,8 @@ _BEHIND = re.compile(
     rf"(?:{_OPERATOR})[ ]{_OPERAND}"
     rf"|(?:{_COMPARATIVE}) than \$?[0-9]"
     rf"|to \$?[-−]?[0-9]++(?! (?:decimal|significant|d\.?p|s\.?f|places|digits|figures))"
-    rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b|(?:add|subtract|multiply|divide|double"
-    r"|halve|square)\b)"
+    rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b"
+    r"|(?:add|subtract|multiply|divide|double|halve|square)\b)"
     rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
     r"|if\b[^.\n]{1,60}?(?:\b(?:otherwise|else)\b|[0-9}$] if\b)"
     rf"|times as (?:many|much|[a-z]+) as {_OPERAND}"
@@ -51,25 +51,28 @@ _BEHIND = re.compile(
     re.IGNORECASE,
 )
 _BEHIND_FORMULA = re.compile(rf"[}}]?\$(?:\^|[ \t]*[-−+*/±×÷][ \t]*(?:\$?[0-9]|\$\\?[a-z]|{_LETTER}))")
-_FIRST_WORDS = frozenset(
-    "is was plus minus times divided multiplied over choose mod modulo raised to give less together along as out of and then"
-    " if which against more fewer greater larger smaller bigger higher lower older younger longer shorter taller"
-    " heavier lighter".split()
-)
+#: Words with which what `_BEHIND` finds begins.
+_FIRST_WORDS_TEXT = """
+is was plus minus times divided multiplied over choose mod modulo raised to give less together along as out of and then
+if which against more fewer greater larger smaller bigger higher lower older younger longer shorter taller heavier
+lighter
+"""
+_FIRST_WORDS = frozenset(_FIRST_WORDS_TEXT.split())
 _FIRST_WORD = re.compile(r"[$)}*]{0,3},?[ \t]*([a-zA-Z]+|[^\w\s,.;:])")
 
-#: Nouns of quantities: "the total of 42" is 42. Of other nouns, "the supplement of 42" is another value.
-_QUANTITIES = frozenset(
-    "total sum value answer amount maximum minimum max min result age price cost rate speed velocity distance length"
-    " width height area volume perimeter mass weight time probability score average mean median mode profit loss gain"
-    " size temperature angle radius diameter discount balance ratio percentage order degree year figure bound quantity"
-    " range count capacity depth duration interest population measure magnitude dimension sample period slope limit"
-    " chance case set sequence interval number point pair tuple vector equation line function matrix form side base"
-    " edge month day date morning evening help use means end start beginning case sake union list choice option".split()
-)
+#: Nouns of quantities and of what is counted: "the total of 42" is 42. "The supplement of 42" is another value.
+_QUANTITIES_TEXT = """
+total sum value answer amount maximum minimum max min result age price cost rate speed velocity distance length width
+height area volume perimeter mass weight time probability score average mean median mode profit loss gain size
+temperature angle radius diameter discount balance ratio percentage order degree year figure bound quantity range count
+capacity depth duration interest population measure magnitude dimension sample period slope limit chance case set
+sequence interval number point pair tuple vector equation line function matrix form side base edge month day date
+morning evening help use means end start beginning sake union list choice option group team class crowd row difference
+"""
+_QUANTITIES = frozenset(_QUANTITIES_TEXT.split())
 _OF = re.compile(r"(?:^|\W)the (?:[a-z-]+ ){0,2}?(?P<noun>[a-z-]+) of\s*[$(*{\\]{0,3}\s*$", re.IGNORECASE)
 _BEFORE = re.compile(
-    r"(?:\b(?:all but|(?:supplement|complement|conjugate|transpose|reflection|negation|permutations?|subsets?|fraction|reflection"
+    r"(?:\b(?:all but|(?:supplement|complement|conjugate|transpose|reflection|negation|permutations?|subsets?|fraction"
     r"|inverse) of"
     r"|(?:perpendicular|parallel|orthogonal) to)"
     r"|[0-9]\$? (?:times|plus|minus|divided by))\s*[$(*{\\]{0,3}\s*$",
@@ -77,7 +80,7 @@ _BEFORE = re.compile(
 )
 _BOUND = re.compile(rf"\b(?:at (?:least|most)|up to|no (?:{_COMPARATIVE}) than)\s*[$(*]{{0,3}}\s*$", re.IGNORECASE)
 #: Words of which one stands in front of every number that `is_changed_before` or `is_bounded` refuses.
-WORDS_BEFORE = frozenset("least most up than but of to times plus minus by".split())
+WORDS_BEFORE = frozenset(["least", "most", "up", "than", "but", "of", "to", "times", "plus", "minus", "by"])
 
 
 def is_changed_behind(after: str) -> bool:

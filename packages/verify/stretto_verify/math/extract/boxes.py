@@ -73,9 +73,8 @@ def boxed(text: str) -> str | None:
 
 
 def _is_passed(text: str, start: int) -> bool:
-    """Whether the box that begins at `start` stands behind a sign or words by which it is no value: ``x > \\boxed{12}``,
-    "the sum of 2 and".
-    """
+    """Whether a sign or words before the box that begins at `start` make it no value: ``x > \\boxed{12}``, "the sum of
+    2 and"."""
     before = text[max(0, start - 40) : start].rstrip(" $")
     if before.endswith(("and", "or", "to")) and _OF_TWO.search(before) is not None:
         return True

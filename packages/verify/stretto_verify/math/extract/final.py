@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box, only_box
+from stretto_verify.math.extract.conditions import unconditioned, unrounded
+from stretto_verify.math.extract.corrections import corrected
 from stretto_verify.math.extract.denials import denied, is_denying, undenied
 from stretto_verify.math.extract.glued import with_unit
 from stretto_verify.math.extract.statements import STATES, concluded, is_reply, reasoned, stance, stated
@@ -94,21 +96,6 @@ _NEXT_CHOICE = re.compile(  # another answer behind a choice, unless a sentence 
     r"[. \t]*(?:\(+[0-9]|[A-J][).:]"
     r"|(?:\([A-J]\)|[A-J](?![\w']))(?!\s+(?!(?:if|when|where|for|or|and|with|vs|not)\b)[a-z]{2}))"
 )
-_CORRECTED = re.compile(  # "The answer is 42. No, 43."
-    r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction|(?:just )?kidding"
-    r"|scratch that)\b[,.:!]?\s{1,8}(?:[^.\n0-9$\\]{0,60}[:,]\s{0,8})?"
-    r"(?:(?:it|that|the answer)(?:'s|\s(?:is|was|should be|must be))\s{1,8})?"
-    r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
-    re.IGNORECASE,
-)
-_RECONSIDERED = re.compile(  # "The answer is 42. Wait, I forgot to add 1, so it's 43."
-    r"[.!?;}$\n]\s{0,8}(?:hmm[,.]?\s)?(?:no|wait|actually|sorry|oops|correction)\b[,.:!]?\s[^\n]{0,200}?"
-    r"\b(?:so|hence|thus|therefore|giving|which (?:gives|makes)),?\s{1,8}"
-    r"(?:(?:it|that|the (?:correct |final |right )?(?:answer|total|result|number|sum))(?:'s|\s(?:is|was|should be|must be|becomes))"
-    r"\s{1,8}|we get\s{1,8}|there (?:are|must be)\s{1,8})?"
-    r"(?P<piece>\$[^$\n]{1,80}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?)[.!]?\s*$",
-    re.IGNORECASE,
-)
 _SENTENCE_END = re.compile(r"\n(?!\s*[Oo]r\b)|。|\.(?!\s+[Oo]r\b)(?=\s+[A-Z(]|\s*$)|[.,]?\s*I hope it is correct|<\|")
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(?P<a>.{1,2000}?)(?<!\\)\$\$|(?<!\\)\\\[(?P<b>.{1,2000}?)(?<!\\)\\\]"
@@ -147,13 +134,6 @@ _ASIDE = re.compile(
 _IN_SPANISH, _NO_OTHER = re.compile("respuesta", re.IGNORECASE), re.compile(r",\s+no\s+(?=\S)")
 _LETTER_ALONE = re.compile(  # D, it cannot be A or B
     r"\(?([A-J])\)?,\s+it (?:isn't|is not|can't be|cannot be|doesn't make sense (?:for it )?to be)\s+\(?[A-J]\b"
-)
-_ATTAINED = re.compile(  # the maximum is 12, attained at x = 3
-    r",?\s+(?:(?:which is )?(?:achieved|attained|reached)|which occurs)\s(?:at|when|for|if)\b[^.\n]{1,80}\.?\s*$"
-)
-_DECLARED = re.compile(  # $S_n = 2n$ for all $n \ge 1$
-    r"(?<=\$),?\s+(?:(?:for (?:all|every|any|each)|whenever)(?: [a-z]+)? \$[a-zA-Z]|(?:for|where|when) \$[nkm])"
-    r"\s*(?:\\(?:geq?|leq?|in|neq?)(?![a-z])|[<>≥≤])[^$\n]{1,40}\$[\s.]*$"
 )
 _ENDS_OF_RANGE = re.compile(r"\$?,?\s+\(?(in|ex)clusive\b", re.IGNORECASE)  # between 3 and 5 inclusive
 _TITLED = re.compile(
@@ -200,6 +180,7 @@ def without_frame(completion: str, prompt: str = "") -> str:
         completion = _CALCULATED.sub("", completion)
     text = unquoted(_MIXED.sub(_in_parts, in_digits(said(completion, prompt)[-LONGEST_TAIL:])))
     text = _DOLLAR.sub(r"\\$", text)
+    text = unrounded(text)
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
@@ -223,8 +204,7 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
     """
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
         return _untagged(tagged[-1].strip())
-    if (corrected := _CORRECTED.search(text) or _RECONSIDERED.search(text)) is not None:
-        piece = corrected["piece"].strip("$")
+    if (piece := corrected(text)) is not None:
         return FinalAnswer(boxed(piece) or piece, certain=True)
     box = boxed(text)
     final = _marked(text, _FINAL, is_all=is_all)
@@ -235,7 +215,7 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
         return marked[1]
     if is_list(text) and (is_all or _NAMES_STANCE.search(text)) and not is_reply(text.strip()):
         return FinalAnswer(text.strip(), certain=True)
-    return _whole(text.strip()) or _last(_DECLARED.sub("", _ATTAINED.sub("", text)), is_all=is_all)
+    return _whole(text.strip()) or _last(unconditioned(text), is_all=is_all)
 
 
 def in_prose(text: str) -> FinalAnswer | None:

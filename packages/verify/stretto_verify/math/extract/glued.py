@@ -49,7 +49,9 @@ _OR = re.compile(
 _AND = re.compile(r"\$?,?\s+and\s+\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
 _OR_BEFORE = re.compile(r"(?<![0-9.,/])(-?[0-9][0-9./]*)\$?,?\s+or\s+\$?$")
 _SHARE = re.compile(r"\$?\s*(?:\\?%|percent\b)\s*\$?\s*of\s+\\?\$?([0-9][0-9,]*(?:\.[0-9]+)?)")
-_IN_BASE = re.compile(r"\$?\s*\(?(?:in\s+)?(base\s+(?:[0-9]{1,2}|[a-z]{3,7})|binary|octal|hexadecimal)\b", re.IGNORECASE)
+_IN_BASE = re.compile(
+    r"\$?\s*\(?(?:in\s+)?(base\s+(?:[0-9]{1,2}|[a-z]{3,7})|binary|octal|hexadecimal)\b", re.IGNORECASE
+)
 _REMAINDER = re.compile(r"\s*\$?\s*\(?\\?p?mod(?![a-z])\s*\{?\s*([0-9]{1,9})")
 _COMMA = re.compile(r"\$?,\s*\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
 _LIST_NUMBER = re.compile(r"\s*(?:[0-9]+[.)]|[-*+•]\s)\s*")

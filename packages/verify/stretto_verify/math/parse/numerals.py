@@ -26,7 +26,9 @@ _PARTS: Final = {"half": 2, "quarter": 4, "hundredth": 100, "thousandth": 1000} 
     if number > 2
 }
 _MOST_WORDS: Final = 16
-_NAMES: Final = "|".join(sorted([*_SMALL, *_LARGE, "hundred", *_PARTS, *(f"{part}s" for part in _PARTS)], key=len, reverse=True))
+_NAMES: Final = "|".join(
+    sorted([*_SMALL, *_LARGE, "hundred", *_PARTS, *(f"{part}s" for part in _PARTS)], key=len, reverse=True)
+)
 _SPELT = re.compile(rf"\b(?:{'|'.join(_SMALL)})\b(?:[ -](?:and )?(?:an? )?(?:{_NAMES}|halves)\b)*", re.IGNORECASE)
 
 _CHINESE: Final = {digit: number for number, digit in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2, "兩": 2}

@@ -89,9 +89,10 @@ _BASE = re.compile(
 )  # 101_2
 _DENIED = re.compile(
     r"^\W*(?:squared|cubed)\b|\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial"
-    r"|fails?|excluded|too|below|of (?:the |an? )?(?:[a-z]+ )?(?:half|third|quarter|rest)|halves|(?:third|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s"
+    r"|fails?|excluded|too|below|halves|(?:third|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s"
     r"|(?:st|nd|rd|th) (?:[a-z]+ )?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)"
-    r"|at (?:least|most)|counting|(?:less|fewer|lower|short|score)(?=\s*$)"
+    r"|of (?:the |an? )?(?:[a-z]+ )?(?:half|third|quarter|rest)|at (?:least|most)|counting"
+    r"|(?:less|fewer|lower|short|score)(?=\s*$)"
     rf"|less (?:{NUMBER_WORD})"
     r"|(?:and|or) (?:an? )?(?:half|third|quarter|one|two|three|four|five|six|seven|eight|nine|ten|twenty|thirty"
     r"|forty))\b",

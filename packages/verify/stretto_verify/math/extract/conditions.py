@@ -1,0 +1,36 @@
+"""What is said of an answer behind it: where it is attained, for which n it holds, to how many places it is rounded."""
+
+from __future__ import annotations
+
+import re
+
+_ATTAINED = re.compile(  # the maximum is 12, attained at x = 3
+    r",?\s+(?:(?:which is )?(?:achieved|attained|reached)|which occurs)\s(?:at|when|for|if)\b[^.\n]{1,80}\.?\s*$"
+)
+_DECLARED = re.compile(  # $S_n = 2n$ for all $n \ge 1$
+    r"(?<=\$),?\s+(?:(?:for (?:all|every|any|each)|whenever)(?: [a-z]+)? \$[a-zA-Z]|(?:for|where|when) \$[nkm])"
+    r"\s*(?:\\(?:geq?|leq?|in|neq?)(?![a-z])|[<>≥≤])[^$\n]{1,40}\$[\s.]*$"
+)
+_ROUNDED = re.compile(
+    r",?\s\(?(?:(?:rounded|correct|accurate)\s)?to\s(?:[0-9]|one|two|three|four|five)\s"
+    r"(?:decimal places?|significant (?:figures?|digits?))\)?"
+)
+
+
+def unconditioned(text: str) -> str:
+    r"""The text without the place where its last value is attained, and without the integers for which its last formula
+    holds.
+
+    >>> unconditioned("The maximum is 12, attained at x = 3."), unconditioned(r"It is $2n$ for all $n \ge 1$.")
+    ('The maximum is 12', 'It is $2n$')
+    """
+    return _DECLARED.sub("", _ATTAINED.sub("", text))
+
+
+def unrounded(text: str) -> str:
+    """The text without the number of places to which an answer is rounded.
+
+    >>> unrounded("It is 3.14, rounded to 2 decimal places.")
+    'It is 3.14.'
+    """
+    return _ROUNDED.sub("", text) if "decimal place" in text or "significant" in text else text
