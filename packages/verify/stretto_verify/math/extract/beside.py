@@ -25,6 +25,7 @@ _RELATED = r"(?:[<>≤≥]|\\(?:leq?|geq?|lt|gt)(?![a-z]))"
 _COMPARATIVE = (
     "more|less|fewer|greater|larger|smaller|bigger|higher|lower|older|younger|longer|shorter|taller|heavier|lighter"
 )
+_WRONG = r"(?:wrong|incorrect|false|impossible|not (?:right|correct|possible|the answer))\b"
 _BEHIND = re.compile(
     r"[$)}*]{0,3}(?:"
     rf"(?:,?[ \t]+|,|(?<=[}}$]))(?:"
@@ -36,7 +37,7 @@ _BEHIND = re.compile(
     rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
     r"|if\b[^.\n]{1,60}?(?:\b(?:otherwise|else)\b|[0-9}$] if\b)"
     rf"|times as (?:many|much|[a-z]+) as {_OPERAND}"
-    r"|which (?:is|was) (?:wrong|incorrect|false|impossible|not (?:right|correct|possible|the answer))\b"
+    rf"|which (?:is|was) {_WRONG}"
     r"|is (?:only|just|merely) (?:an?|one|the first) (?:part|half|third|step|bound|lower bound|upper bound|guess"
     r"|estimate)\b"
     r"|against[.\s]*$"
@@ -47,6 +48,18 @@ _BEHIND = re.compile(
     rf"|[ \t]*{_RELATED}\s*\$?[a-z](?![a-zA-Z])"
     r"|,?\s*\\[lc]?dots(?![a-z])"
     rf"|[ \t]*[-−+*/±×÷][ \t]*(?:the|another)\s"
+    r")",
+    re.IGNORECASE,
+)
+_BEHIND_NOUN = re.compile(  # 5 cm plus 3, 5 apples is wrong
+    r"[$)}*]{0,3}[ ](?:[a-zA-Z][\w/²³^]*[ ])?[a-zA-Z][\w/²³^]*,?[ ](?:"
+    rf"(?:plus|minus|less) {_OPERAND}"
+    rf"|(?:{_COMPARATIVE}) than \$?[0-9]"
+    r"|(?:or|and) (?:more|less|fewer|above|below)\b(?![ ][a-z])"
+    rf"|(?:which )?(?:is|was) (?:{_WRONG}|too (?:small|large|big|low|high|much|many|few)\b)"
+    rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
+    rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b)"
+    r"|if\b[^.\n]{1,60}?(?:\b(?:otherwise|else)\b|[0-9}$] if\b)"
     r")",
     re.IGNORECASE,
 )
@@ -86,9 +99,11 @@ WORDS_BEFORE = frozenset(["least", "most", "up", "than", "but", "of", "to", "tim
 def is_changed_behind(after: str) -> bool:
     r"""Whether the text behind a number makes it another one.
 
-    >>> [is_changed_behind(text) for text in (" plus 3", "$, then 5 more", " and a half", " apples", ", plus tax")]
-    [True, True, True, False, False]
+    >>> [is_changed_behind(text) for text in (" plus 3", "$, then 5 more", " and a half", " apples", ", plus tax", " cm plus 3")]
+    [True, True, True, False, False, True]
     """
+    if _BEHIND_NOUN.match(after) is not None:
+        return True
     first = _FIRST_WORD.match(after)
     if first is None or (first[1][0].isalpha() and first[1].lower() not in _FIRST_WORDS):
         return False
