@@ -1,7 +1,9 @@
-r"""Denials, boxes and subjects that nobody wrote by hand: each form with numbers, letters, sets and words in it.
+r"""Denials, boxes, subjects and qualifiers that nobody wrote by hand: each form with numbers, letters, sets, words.
 
 Promises: a form is right for at most one gold answer, and for the one that it states; the answer that it denies,
-replaces or gives to another subject is wrong; each gold answer is right for itself in its plain form.
+replaces or gives to another subject is wrong; a number that words or signs beside it make another one ("42 plus 3",
+"the supplement of 42") is wrong, and right beside words that only tell what it is; each gold answer is right for itself
+in its plain form.
 """
 
 import random
@@ -14,6 +16,7 @@ from tests.verify.math.judged import verdict
 from tests.verify.tables import sections
 
 #: Denials and boxes: before each form, for which of two answers, «a» and «b», it is right (- for neither).
+#: Behind and before a number: it stays the answer (a) or not (-), nor with a noun between the two (n).
 #: Subjects: right for the gold answer "«s» is «a»" (S), for "«a»" too (s), for neither (-); «o» is another name.
 FORMS = sections("math_forms.txt")
 NAMES = ["Ann", "Ben", "Tom", "Maria", "Alice", "Bob", "Carlos", "Mei", "Omar", "Priya"]
@@ -90,6 +93,29 @@ def cases(table: str, seed: int, wanted: int) -> Iterator[Case]:
         yield Case(_written(form, one, other, kind), golds)
 
 
+#: Where a number and what stands behind it may be written, and a number and what stands before it.
+BEHIND = [r"\boxed{«a»} «q»", r"So it is $\boxed{«a»}$ «q».", "The answer is «a» «q».", "So it is «a» «q».", "«a» «q»"]
+BEHIND += ["<answer>«a» «q»</answer>", "#### «a» «q»", "**Answer: «a»** «q»", "Therefore, we get $«a»$ «q»."]
+BEFORE = [r"So it is «q» $\boxed{«a»}$.", "The answer is «q» «a».", "So it is «q» «a».", "<answer>«q» «a»</answer>"]
+BEFORE += ["#### «q» «a»", "Therefore, we get «q» $«a»$.", r"\boxed{\text{«q» } «a»}"]
+NOUNS = [" cm", " apples", " dollars", " square meters"]
+
+
+def of_qualifiers(part: str, frames: list[str], seed: int, wanted: int) -> Iterator[Case]:
+    """Yield numbers with each qualifier of a part of the table in turn, in one of the frames."""
+    chance, forms = random.Random(seed), _lines(FORMS[part])
+    for number in range(wanted):
+        mark, form = forms[number % len(forms)]
+        one, other = chance.sample(range(11, 999), 2)
+        frame = frames[number // len(forms) % len(frames)]
+        if mark == "n" and chance.random() < 0.5:
+            form = f"{chance.choice(NOUNS)} {form}"
+        text = frame.replace("«q»", form).replace("«a»", str(one)).replace("«b»", str(other))
+        for space in (" ,", " .", " %", " -t"):
+            text = text.replace(space, space[1:])
+        yield Case(text.replace("  ", " "), ((str(one), mark == "a"),))
+
+
 def of_subjects(seed: int, wanted: int) -> Iterator[Case]:
     """Yield cases of statements about one of two subjects."""
     chance, forms = random.Random(seed), _lines(FORMS["subjects"])
@@ -132,3 +158,9 @@ def test_of_several_boxes_one_counts_or_none(seed: int, wanted: int) -> None:
 @pytest.mark.parametrize(("seed", "wanted"), SEEDS)
 def test_a_statement_is_right_for_its_own_subject_only(seed: int, wanted: int) -> None:
     assert _faults(of_subjects(seed, wanted)) == []
+
+
+@pytest.mark.parametrize(("seed", "wanted"), SEEDS)
+def test_a_number_that_words_beside_it_change_is_wrong_and_beside_other_words_right(seed: int, wanted: int) -> None:
+    assert _faults(of_qualifiers("behind", BEHIND, seed, wanted)) == []
+    assert _faults(of_qualifiers("before", BEFORE, seed, wanted)) == []

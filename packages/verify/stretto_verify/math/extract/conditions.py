@@ -11,6 +11,8 @@ _DECLARED = re.compile(  # $S_n = 2n$ for all $n \ge 1$
     r"(?<=\$),?\s+(?:(?:for (?:all|every|any|each)|whenever)(?: [a-z]+)? \$[a-zA-Z]|(?:for|where|when) \$[nkm])"
     r"\s*(?:\\(?:geq?|leq?|in|neq?)(?![a-z])|[<>≥≤])[^$\n]{1,40}\$[\s.]*$"
 )
+_ASKED_BOUND = re.compile(r"\b(?:least|most|minimum|maximum|smallest|largest|fewest|guarantee)\b", re.IGNORECASE)
+_BOUND = re.compile(r"(?<=[a-z] )(?<! is )(?<! are )at (?:least|most) (?=\$?[0-9])")
 _ROUNDED = re.compile(
     r",?\s\(?(?:(?:rounded|correct|accurate)\s)?to\s(?:[0-9]|one|two|three|four|five)\s"
     r"(?:decimal places?|significant (?:figures?|digits?))\)?"
@@ -25,6 +27,17 @@ def unconditioned(text: str) -> str:
     ('The maximum is 12', 'It is $2n$')
     """
     return _DECLARED.sub("", _ATTAINED.sub("", text))
+
+
+def unbounded(text: str, prompt: str) -> str:
+    """The text without "at least" and "at most" before the number of a sentence, if the question asks for a bound.
+
+    >>> unbounded("He needs at least 4 socks.", "What is the least number of socks?")
+    'He needs 4 socks.'
+    """
+    if "at " not in text or _ASKED_BOUND.search(prompt) is None:
+        return text
+    return _BOUND.sub("", text)
 
 
 def unrounded(text: str) -> str:

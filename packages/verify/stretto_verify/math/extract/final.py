@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box, only_box
-from stretto_verify.math.extract.conditions import unconditioned, unrounded
+from stretto_verify.math.extract.conditions import unbounded, unconditioned, unrounded
 from stretto_verify.math.extract.corrections import corrected
 from stretto_verify.math.extract.denials import denied, is_denying, undenied
 from stretto_verify.math.extract.glued import with_unit
@@ -180,7 +180,7 @@ def without_frame(completion: str, prompt: str = "") -> str:
         completion = _CALCULATED.sub("", completion)
     text = unquoted(_MIXED.sub(_in_parts, in_digits(said(completion, prompt)[-LONGEST_TAIL:])))
     text = _DOLLAR.sub(r"\\$", text)
-    text = unrounded(text)
+    text = unrounded(unbounded(text, prompt))
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))

@@ -150,8 +150,11 @@ def with_unit(content: str, after: str) -> str:
     >>> with_unit("5", " days a week"), with_unit("5", " apples"), with_unit("60", " km/h.")
     ('5\\text{ days}', '5', '60\\text{ km/h}')
     """
-    found = _UNIT.match(after)
-    if found is None or not content[-1:].isdigit():
+    if not content[-1:].isdigit():
+        return content
+    if (base := _IN_BASE.match(after)) is not None:
+        return rf"{content}\text{{ in {base[1].lower()}}}"
+    if (found := _UNIT.match(after)) is None:
         return content
     if found["words"] is None:
         is_unit = bool(product(found["text"], "2" if found["power"] else None))
