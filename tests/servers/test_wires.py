@@ -21,7 +21,7 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.wire import EngineSpec
 from stretto_servers import http as wire
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Continuation, Delta, Make, Occupancy, make_of, new_mark
+from stretto_servers.make import Continuation, Delta, Make, Occupancy, make_of
 from stretto_servers.role import wire_to
 from stretto_servers.sglang import SglangServer
 from stretto_servers.vllm import VllmServer
@@ -185,18 +185,6 @@ def test_the_tokens_are_the_same_wherever_the_stream_is_cut(stream: str, data: s
     assert deltas[-1].spans == (("7", 0, 4),)
 
 
-@pytest.mark.parametrize(("name", "told"), [("7-theirs", "7-theirs"), ("7", "7 of others"), ("default", "default")])
-def test_a_version_that_another_run_has_loaded_is_not_taken_for_ours(name: str, told: str) -> None:
-    """Two runs with one address in `engine.addresses`: both may load a version 7."""
-    replies = {GENERATE["vllm"]: (200, [vllm_event(range(4), "length", name), DONE])}
-    [delta], _ = exchange("vllm", replies, all_of)
-    assert delta.spans == ((told, 0, 4),)
-
-
-def test_each_adapter_has_a_mark_of_its_own() -> None:
-    assert len({new_mark() for _ in range(100)}) == 100
-
-
 def test_vllm_is_asked_as_it_documents() -> None:
     _, asked = exchange("vllm", {GENERATE["vllm"]: (200, STREAMS["vllm"])}, all_of)
     sampling = {
@@ -276,54 +264,6 @@ def test_a_load_that_sglang_reports_as_failed_is_an_error() -> None:
         replies = {"/update_weights_from_disk": (status, [said])}
         with pytest.raises(WireError, match=error):
             exchange("sglang", replies, lambda make: make.load(Path("/folder"), 7, keep=False))
-
-
-SHAPES = {"model.norm.weight": (8,)}
-TOLD = {"model.norm.weight": "F32 4 8 1 2"}
-HELD = {
-    "vllm": ("/collective_rpc", {"method": "stretto_held", "args": ["/folder", '{"model.norm.weight":[8]}']}),
-    "sglang": (
-        "/weights_checker",
-        {
-            "action": "stretto_held",
-            "skip_tensor_list": ["/folder", '{"model.norm.weight":[8]}'],
-            "selector": "target",
-        },
-    ),
-}
-ANSWERS = {"vllm": {"results": [TOLD, TOLD]}, "sglang": {"success": True, "ranks": [{"checksums": TOLD}] * 2}}
-
-
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_what_each_worker_holds_is_asked_for_and_told(kind: str) -> None:
-    path, order = HELD[kind]
-    replies = {path: (200, [json.dumps(ANSWERS[kind]).encode()])}
-    found, asked = exchange(kind, replies, lambda make: make.held(Path("/folder"), SHAPES))
-    assert (list(found), asked) == ([TOLD, TOLD], [("POST", path, order)])
-
-
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-@pytest.mark.parametrize("told", [b"{}", b'{"results": 3, "ranks": 3}', b'{"results": [{"a": 1}], "ranks": [{}]}'])
-def test_what_no_worker_holds_is_an_error(kind: str, told: bytes) -> None:
-    with pytest.raises(WireError, match="does not say what its workers hold"):
-        exchange(kind, {HELD[kind][0]: (200, [told])}, lambda make: make.held(Path("/folder"), SHAPES))
-
-
-@pytest.mark.parametrize("status", [400, 404])
-def test_a_server_of_sglang_without_the_plugin_tells_nothing(status: int) -> None:
-    told = {400: b'{"success": false, "message": "Unsupported action=\'stretto_held\'"}', 404: b"Not Found"}[status]
-    found, _ = exchange(
-        "sglang", {HELD["sglang"][0]: (status, [told])}, lambda make: make.held(Path("/folder"), SHAPES)
-    )
-    assert list(found) == []
-
-
-@pytest.mark.parametrize("status", [400, 500])
-@pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_a_worker_that_cannot_read_its_memory_is_an_error(kind: str, status: int) -> None:
-    replies = {HELD[kind][0]: (status, [b'{"success": false, "message": "CUDA error: an illegal memory access"}'])}
-    with pytest.raises(WireError, match="illegal memory access"):
-        exchange(kind, replies, lambda make: make.held(Path("/folder"), SHAPES))
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
