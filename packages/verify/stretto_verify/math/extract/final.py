@@ -77,10 +77,9 @@ _ANSWER = re.compile(
 _CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
 _HEDGE = r"(?:perhaps|maybe|probably|presumably|surely|clearly|I (?:think|believe|guess)(?: that)?)"
 _CHOSEN = re.compile(
-    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+(?:that\s+)?)?(?:it(?:'s|\s+(?:is|must be|can only be))\s+"
-    rf"|not\s+\(?[A-J]\)?,?\s+but\s+|\(?[A-J]\)?\s+is\s+(?:wrong|incorrect|false|too\s+\w+)[,;.]\s+(?:so|hence|thus|therefore),?\s+)?(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct"
-    rf"|right)"
-    rf"(?:\s+(?:answer|option|choice|one))?"
+    rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+)?(?:it(?:'s|\s+(?:is|must be|can only be))\s+"
+    r"|not\s+\(?[A-J]\)?,?\s+but\s+|\(?[A-J]\)?\s+is\s+(?:wrong|incorrect|false|too\s+\w+)[,;.]\s+(?:so|hence|thus|therefore),?\s+)?"
+    rf"(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice|one))?"
     rf"|I(?:(?:\s+would|\s+will|'d|'ll)\s+|\s+)(?:choose|pick|select|go with)\s+{_CHOICE.format('c')})[.!。]?\s*$",
     re.IGNORECASE,
 )
@@ -89,9 +88,7 @@ _FIRST_LETTER = re.compile(r"\(?[A-J]\)?(?![\w'])(?! [a-z]{2})")  # A 42; no sen
 _WRAPPER = re.compile(r"\\(?:text|math)(?:bf|it|rm|sf|tt|normal)?\s*\{\s*([^{}]*)\}")
 _SPACE = re.compile(r"\\[ ,;()\[\]]|~|\\q?quad(?![a-z])")
 _SENTENCES = re.compile(r"(?<=[.!?])\s+(?![Oo]r\b)|\n(?!\s*[Oo]r\b)")
-_STANDS_ALONE = re.compile(
-    r"(?<![\w'(/-])\(?[A-HJ]\)?(?![\w'/-])(?!\s+(?!(?:is|it|isn't|or|and|because|since|as)\b)[a-z]{2})"
-)
+_STANDS_ALONE = re.compile(r"(?<![\w'(/-])\(?[A-HJ]\)?(?![\w'/-])(?!\s+(?!(?:i[st]|isn't|or|and|because)\b)[a-z]{2})")
 _NEXT_CHOICE = re.compile(  # another answer behind a choice, unless a sentence begins with it: "B is too small"
     r"[. \t]*(?:\(+[0-9]|[A-J][).:]"
     r"|(?:\([A-J]\)|[A-J](?![\w']))(?!\s+(?!(?:if|when|where|for|or|and|with|vs|not)\b)[a-z]{2}))"
