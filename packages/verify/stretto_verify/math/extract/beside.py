@@ -63,6 +63,7 @@ _BEHIND_NOUN = re.compile(  # 5 cm plus 3, 5 apples is wrong
     r")",
     re.IGNORECASE,
 )
+_JOINTS = frozenset(["plus", "minus", "less", "than", "or", "and", "which", "is", "was", "then", "if"])
 _BEHIND_FORMULA = re.compile(rf"[}}]?\$(?:\^|[ \t]*[-−+*/±×÷][ \t]*(?:\$?[0-9]|\$\\?[a-z]|{_LETTER}))")
 #: Words with which what `_BEHIND` finds begins.
 _FIRST_WORDS_TEXT = """
@@ -92,6 +93,8 @@ _BEFORE = re.compile(
     re.IGNORECASE,
 )
 _BOUND = re.compile(rf"\b(?:at (?:least|most)|up to|no (?:{_COMPARATIVE}) than)\s*[$(*]{{0,3}}\s*$", re.IGNORECASE)
+_OPENING = " $(*{\\"
+_LAST_WORDS, _ENDS_OF_BOUND = ("of", "to", "but", "times", "plus", "minus", "by"), ("least", "most", "to", "than")
 #: Words of which one stands in front of every number that `is_changed_before` or `is_bounded` refuses.
 WORDS_BEFORE = frozenset(["least", "most", "up", "than", "but", "of", "to", "times", "plus", "minus", "by"])
 
@@ -104,7 +107,7 @@ def is_changed_behind(after: str) -> bool:
     >>> [is_changed_behind(text) for text in (" apples", ", plus tax")]
     [False, False]
     """
-    if _BEHIND_NOUN.match(after) is not None:
+    if not _JOINTS.isdisjoint(after.split()) and _BEHIND_NOUN.match(after) is not None:
         return True
     first = _FIRST_WORD.match(after)
     if first is None or (first[1][0].isalpha() and first[1].lower() not in _FIRST_WORDS):
@@ -114,7 +117,7 @@ def is_changed_behind(after: str) -> bool:
 
 def is_bounded(before: str) -> bool:
     """Whether the text before a number makes it a bound: "at most 42". A box around it tells that it is the answer."""
-    return _BOUND.search(before) is not None
+    return before.rstrip(_OPENING).lower().endswith(_ENDS_OF_BOUND) and _BOUND.search(before) is not None
 
 
 def is_changed_before(before: str) -> bool:
@@ -123,7 +126,9 @@ def is_changed_before(before: str) -> bool:
     >>> [is_changed_before(text) for text in ("the supplement of $", "the total of ", "an area of ")]
     [True, False, False]
     """
+    if not before.rstrip(_OPENING).lower().endswith(_LAST_WORDS):
+        return False
     if _BEFORE.search(before) is not None:
         return True
-    found = _OF.search(before) if " of" in before else None
+    found = _OF.search(before)
     return found is not None and found["noun"].lower() not in _QUANTITIES

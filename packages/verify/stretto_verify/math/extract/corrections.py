@@ -27,5 +27,8 @@ def corrected(text: str) -> str | None:
     >>> corrected("The answer is 42. No, 43."), corrected("It is 42. Wait, I forgot to add 1, so it's 43.")
     ('43', '43')
     """
+    last = text.rstrip(" .!\n")[-1:]
+    if last != "$" and not last.isdigit():
+        return None
     found = _CORRECTED.search(text) or _RECONSIDERED.search(text)
     return None if found is None else found["piece"].strip("$")

@@ -55,7 +55,6 @@ _CALCULATED = re.compile(r"<<[^<>\n]{1,80}>>")  # a calculator's notes, as in GS
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
 _DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}|</?(?:b|i|u|em|strong|span|mark|code)>")
 _BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # not a power
-_POWER_OF_UNIT = re.compile(r"(?<=[a-z])\$\^\s*(\{?[23]\}?)\s*\$")  # cm$^2$
 _SLANTED = re.compile(
     r"(?<![\w*\\])\*([A-Za-z][A-Za-z :]{0,30})\*(?![\w*])"
     r"|(?<![\w\\{}$^])_{1,2}([A-Za-z][A-Za-z :]{0,30}?|-?[0-9][0-9.,/]*[°%]?)_{1,2}(?!\w)"
@@ -181,8 +180,6 @@ def without_frame(completion: str, prompt: str = "") -> str:
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
-    if "$^" in text:
-        text = _POWER_OF_UNIT.sub(r"^\1", text)
     text = _SLANTED.sub(lambda found: found[1] or found[2], text)
     end = _TEMPLATE_END.search(text.lstrip())
     return text.lstrip()[: end.start()] if end is not None and end.start() > 0 else text

@@ -26,7 +26,7 @@ _APPROXIMATED = re.compile(
     rf"|\\text\s*\{{\s*,?\s*(?:or|which is)\s+{_ABOUT}\s*\}}\s*{_NEAR})"
 )
 _ANSWER = re.compile(r'"(?:final[ _])?answer"\s*:\s*"((?:[^"\\\n]|\\.)*)"', re.IGNORECASE)
-
+_POWER_OF_UNIT = re.compile(r"(?<=[a-z])\$\^\s*(\{?[23]\}?)\s*\$")  # cm$^2$
 _DIGIT = re.compile(r"(?![0-9])\d")
 _MARKS = str.maketrans("٫٬⁄", ".,/")
 _NEGATIVE = re.compile(r"(?<![胜勝正])(?:[负負]|マイナス|마이너스)\s?(?=[0-9])")
@@ -62,11 +62,13 @@ def _in_full(found: re.Match[str]) -> str:
 
 
 def unquoted(text: str) -> str:
-    r"""The text with approximations written as ≈, and with the answer of a JSON object marked.
+    r"""The text with approximations written as ≈, ``cm$^2$`` as ``cm^2``, and the answer of a JSON object marked.
 
     >>> unquoted("It is 1/6 (about 0.167)."), unquoted('{"answer": "5"}')
     ('It is 1/6 ≈ 0.167.', '{\nAnswer: 5\n}')
     """
+    if "$^" in text:
+        text = _POWER_OF_UNIT.sub(r"^\1", text)
     near = _APPROXIMATED.sub(lambda found: f" ≈ {next(filter(None, found.groups())).strip()}", text)
     return _ANSWER.sub(lambda found: f"\nAnswer: {found[1]}\n", near)
 
