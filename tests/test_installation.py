@@ -18,9 +18,9 @@ EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 
 def test_every_recipe_is_installed() -> None:
-    (patterns,) = PROJECT["tool"]["setuptools"]["data-files"].values()
-    installed = {path for pattern in patterns for path in ROOT.glob(pattern)}
-    assert installed == set((ROOT / "recipes").glob("*.toml"))
+    of_recipes, of_data = PROJECT["tool"]["setuptools"]["data-files"].values()
+    installed = {path for pattern in (*of_recipes, *of_data) for path in ROOT.glob(pattern)}
+    assert installed == {*(ROOT / "recipes").glob("*.toml"), *(ROOT / "recipes" / "data").iterdir()}
     assert len(installed) > 5
 
 
@@ -28,7 +28,7 @@ def test_a_recipe_that_is_not_there_is_told_where_the_installed_one_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    (shipped,) = PROJECT["tool"]["setuptools"]["data-files"]
+    shipped = next(iter(PROJECT["tool"]["setuptools"]["data-files"]))
     place = tmp_path / shipped / "arithmetic.toml"
     place.parent.mkdir(parents=True)
     place.write_bytes((ROOT / "recipes" / "arithmetic.toml").read_bytes())

@@ -316,4 +316,4 @@ def test_the_placer_says_it_too_where_the_installation_is_broken(tmp_path: Path)
     surroundings = os.environ | {"PYTHONPATH": f"{tmp_path}:{os.getcwd()}", "STRETTO_TOKEN": "t"}
     ended = subprocess.run([sys.executable, "-c", program], env=surroundings, capture_output=True, text=True)
     assert ended.returncode == 1
-    assert "RecipeError: cluster.placer = 'ray': Ray is not installed; pip install 'stretto[ray]'" in ended.stderr
+    assert "cluster.placer = 'ray': Ray is not installed; pip install 'stretto[ray]'" in ended.stderr

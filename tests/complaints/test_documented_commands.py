@@ -162,7 +162,7 @@ class Place:
         if _SERVED not in text:
             exec(compile(text, str(one.page), "exec"), names)
             return
-        words = ("serve", self.folder / "MODEL_DIR", "--name", "policy", "--port", "0")
+        words = ("serve", self.folder / "MODEL_DIR", "--name", "NAME", "--port", "0")
         with service(*words, serving=SERVING["serve"]) as (_, said):
             address = said[-1].split()[-1].removesuffix("/v1")
             exec(compile(text.replace(_SERVED, address), str(one.page), "exec"), names)

@@ -26,7 +26,7 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.store.run_folder import Branch, RunFolder
 from stretto.store.series.metrics import EvaluationLine, MetricsLog
 from stretto.store.totals import ENGINES, JUDGED, TOTALS, Judged, Membership, Totals
-from stretto_app.extensions.commands.replay import _record, _Repeated, replay
+from stretto_app.extensions.commands.replay import _COPY, _copy_ledger, _record, _Repeated, replay
 from stretto_report.audit.check import check_run
 from stretto_report.reading.inspection import inspect_run
 from tests.kills import killed_at_each_write
@@ -119,7 +119,11 @@ def test_a_replay_that_is_killed_at_any_write_leaves_no_run_or_a_whole_branch(re
     branch, step = Branch(str(run_dir), 1, 2, {}), _Repeated(Make.update(2), 2.0, 1.0)
     target.mkdir()
 
-    for number in killed_at_each_write(lambda: _record(folder, target, after, branch, [step])):
+    def work() -> None:
+        _copy_ledger(folder, target / _COPY)
+        _record(folder, target, after, branch, [step])
+
+    for number in killed_at_each_write(work):
         kills = number
         with pytest.raises(RunFolderError, match="holds no run"):
             inspect_run(target)

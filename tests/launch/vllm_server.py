@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -67,13 +67,21 @@ def replies_of(policy: Path, context: int = 32) -> dict[str, Any]:
 def replies_that_say(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
     """Every completion is these tokens; and it loads what it is given."""
     content = [{"token_id": token, "logprob": logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
-    spans = [{"version": "0", "start": 0, "end": len(tokens)}]
-    choice = {
-        "token_ids": list(tokens),
-        "finish_reason": "stop",
-        "logprobs": {"content": content},
-        "weight_versions": spans,
-    }
-    event = f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
-    paths = ("/health", "/pause?mode=abort&clear_cache=true", "/collective_rpc", "/update_weight_version", "/resume")
-    return {path: {"success": True} for path in paths} | {"/inference/v1/generate": lambda asked: event}
+    loaded = ["default"]  # names of versions, the newest last
+
+    def load(asked: Mapping[str, Any]) -> dict[str, bool]:
+        loaded.append(asked["new_version"])
+        return {"success": True}
+
+    def generate(asked: Mapping[str, Any]) -> str:
+        choice = {
+            "token_ids": list(tokens),
+            "finish_reason": "stop",
+            "logprobs": {"content": content},
+            "weight_versions": [{"version": loaded[-1], "start": 0, "end": len(tokens)}],
+        }
+        return f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+
+    paths = ("/health", "/pause?mode=abort&clear_cache=true", "/collective_rpc", "/resume")
+    own = {"/update_weight_version": load, "/inference/v1/generate": generate}
+    return {path: {"success": True} for path in paths} | own

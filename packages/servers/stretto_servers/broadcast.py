@@ -35,6 +35,7 @@ from stretto.core.errors import EngineLost, RefusedRequest, StrettoError, WireEr
 from stretto.core.machine import use_interface_of
 from stretto.engine.wire import split_address
 from stretto_servers.http import LOOK_SECONDS, JsonServer
+from stretto_servers.make import new_mark
 from stretto_servers.sglang import SglangServer
 
 #: Bytes of tensors per request; the server needs this memory in addition to its model.
@@ -317,7 +318,7 @@ class SglangByBroadcast(SglangServer):
         self._group: Broadcast | None = None
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
-        tensors = await asyncio.to_thread(_read, folder)
+        tensors, self.mark = await asyncio.to_thread(_read, folder), self.mark or new_mark()
         if self._group is None:
             self._group = await self._joined(keep)
         await self._group.send(version, tensors)

@@ -85,7 +85,7 @@ class SglangServer:
     def __init__(self, http: JsonServer, load_seconds: float) -> None:
         self._http, self._load_seconds = http, load_seconds
         self._folder: Path | None = None
-        self.mark = new_mark()
+        self.mark = ""  # until the first load: tokens of weights that the server began with
 
     async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
         told = 0
@@ -140,6 +140,7 @@ class SglangServer:
             await self._http.exchange("POST", "/abort_request", {"rid": "", "abort_all": True})
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
+        self.mark = self.mark or new_mark()
         order = {"model_path": str(folder), "weight_version": f"{version}{self.mark}", "flush_cache": not keep}
         self._folder, path = folder, "/update_weights_from_disk"
         reply = await self._http.exchange("POST", path, order, self._load_seconds, lambda: self.read)

@@ -90,7 +90,7 @@ class VllmServer:
     def __init__(self, http: JsonServer, load_seconds: float) -> None:
         self._http, self._load_seconds = http, load_seconds
         self._folder: Path | None = None
-        self.mark = new_mark()
+        self.mark = ""  # until the first load: tokens of weights that the server began with
 
     async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
         async with aclosing(self._http.events(_GENERATE, _body(continuation))) as events:
@@ -136,6 +136,7 @@ class VllmServer:
         await self._http.exchange("POST", f"/pause?mode={mode}")
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
+        self.mark = self.mark or new_mark()
         await self._workers("stretto_load", folder)
         await self._http.exchange("POST", "/update_weight_version", {"new_version": f"{version}{self.mark}"})
 

@@ -28,7 +28,7 @@ the a an it this that these those he she they we i you there here answer final t
 then his her their our my your its each every all both some in on at by for since because as if when where what
 which who how let yes no true false option choice solution result value number sum difference product quotient
 area perimeter volume length width height distance time speed cost price profit probability ratio average mean
-maximum minimum step case question problem one two three
+maximum minimum step case question problem one two three neither nobody none either someone everyone everybody
 """
 _NO_NAMES = frozenset(_NO_NAMES_TEXT.split())
 
