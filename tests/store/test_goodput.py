@@ -75,6 +75,9 @@ def test_every_second_of_a_run_worked_by_hand_has_its_category_and_idleness_its_
     assert found.budget["trained"].seconds == pytest.approx(30.0 + 21.0 + 6.0)
 
 
+@example(  # the least number of all: a product with it is rounded to a multiple
+    (0, 0, 0, 0), OnRecord(), (0.0, 1.5, 0.0), {"engine-0": 2.0}, {"engine-0": {"generate": 5e-324}}
+)
 @example(  # a share of all, whose product and quotient are rounded
     (0, 0, 0, 109), OnRecord(), (0.0, 1.0, 0.0), {"engine-0": 1.0}, {"engine-0": {"generate": 1.0, "recompute": 7.5}}
 )

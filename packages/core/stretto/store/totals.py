@@ -9,6 +9,7 @@ proportion to the tokens that the work was for; the other seconds are idle, each
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 
 from stretto.core.records import Record
@@ -213,10 +214,12 @@ def goodput(totals: Totals, on_record: OnRecord) -> Goodput:
 
 
 def in_proportion(seconds: float, parts: Mapping[str, float], otherwise: str = "") -> dict[str, float]:
-    """Divide `seconds` among the names in `parts`, in proportion to their values. If there are none, or all are 0, all
-    seconds have the name `otherwise`."""
+    """Divide `seconds` among the names in `parts`, in proportion to their values. If there are none, or all are 0 or
+    too small to divide by, all seconds have the name `otherwise`."""
     whole = sum(parts.values())
-    return {name: seconds * part / whole for name, part in parts.items()} if whole > 0 else {otherwise: seconds}
+    if whole < sys.float_info.min:  # a product with a subnormal number is rounded to a multiple of the least one
+        return {otherwise: seconds}
+    return {name: seconds * part / whole for name, part in parts.items()}
 
 
 def _generation(
