@@ -12,7 +12,8 @@ import typer
 from stretto import __version__
 from stretto.core.errors import StrettoError, described, harmless
 from stretto.doors.loading import check_packages
-from stretto_app.cli.interrupts import Commands, forking, importing
+from stretto_app.cli.group import Commands
+from stretto_app.cli.interrupts import forking, importing
 from stretto_app.cli.joining import engine, rank
 from stretto_app.cli.mistakes import (
     refuse_file,

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from stretto_app.cli.interrupts import Commands
+from stretto_app.cli.group import Commands
 
 score = typer.Typer(
     name="score", help="Judge the completions of a file as a run does.", cls=Commands, no_args_is_help=True
