@@ -72,13 +72,18 @@ def _read(builder: Any, address: Any, kind: Any) -> Any:
     return builder.load(builder.inttoptr(address, kind.as_pointer()), align=4)
 
 
+def read_vectors(builder: Any, address: Any, kind: Any, count: int) -> list[Any]:
+    """Generate the loads of `count` vectors of the LLVM type `kind`, with numbers of 32 bits, one behind the other."""
+    return [_read(builder, builder.add(address, number(4 * LANES * part)), kind) for part in range(count)]
+
+
 def weights_at(builder: Any, address: Any, kind: int) -> list[Any]:
     """Load the two vectors of a panel's weights: for one input, as float32; if paired, for two inputs, as 32 bits."""
     ir = code.ir
     floating, whole = (ir.VectorType(number, LANES) for number in (ir.FloatType(), ir.IntType(32)))
     if kind != WIDENED:
         held = whole if kind == PAIRED else floating
-        return [_read(builder, builder.add(address, number(place)), held) for place in (0, 4 * LANES)]
+        return read_vectors(builder, address, held, 2)
     both = _read(builder, address, whole)
     parts = (
         builder.shl(both, ir.Constant(whole, [16] * LANES)),
@@ -118,7 +123,7 @@ def _tile(builder: Any, places: list[Any], rows: int, panels: int, kind: int) ->
     half = kind != FLOAT
     x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace = places
     floating = code.ir.VectorType(code.ir.FloatType(), LANES)
-    added = [_read(builder, builder.add(bias, number(4 * LANES * part)), floating) for part in range(2 * panels)]
+    added = read_vectors(builder, bias, floating, 2 * panels)
     sums = [[code.alloca_once_value(builder, start) for start in added] for _ in range(rows)]
     inputs = rows_at(builder, x, stride, rows)
     with code.for_range(builder, depth) as loop:

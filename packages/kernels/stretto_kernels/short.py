@@ -1,20 +1,22 @@
 """Attention of short sequences on the CPU, without cells: a sequence's keys and values are read where they are in the
 packed row, shared prefixes too, and only its own queries are computed.
 
-All seven products are blocks of six rows by one panel, whose sums stay in registers (`_block`)::
+All seven products are blocks of six rows by one or two vectors of columns, whose sums stay in registers::
 
     forward     scores = queries · keysᵀ, out = weights · values
     backward    scores again, d weights = d out · valuesᵀ, d queries = d scores · keys
                 d keys = d scoresᵀ · queries, d values = weightsᵀ · d out       (`_CHUNK` queries at a time)
 
-A panel has `WIDE` columns of a matrix, row by row. Threads share the key heads, so that none writes to another's
-gradients.
+The transposed factors of the last two are read in place, from the first query on that sees one of a block's keys.
+Threads share the key heads, so that none writes to another's gradients. A thread goes over its heads of one sequence
+before the next one, because the heads of a token lie together.
 
 Axes: T token, S sequence, H query head, K key head, D head width.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from stretto_kernels.compiled import F, U, code, exp, floats, inlined, written
 from stretto_kernels.layer_loops import is_half, load, loop, over, parts_of, store
-from stretto_kernels.panels import FLOAT, LANES, WIDE, add_products, number, rows_at, weights_at, write_sums
+from stretto_kernels.panels import FLOAT, LANES, WIDE, add_products, number, read_vectors, rows_at, write_sums
 
 Ints = npt.NDArray[np.int64]
 
@@ -35,32 +37,58 @@ _ROWS = 6  # with two vectors each: twelve sums, two weights and an input fill A
 _CHUNK = 96
 
 
-def _write_block(builder: Any, x: Any, stride: Any, panel: Any, depth: Any, out: Any, out_stride: Any) -> None:
-    """Generate the LLVM code of `_block`, which multiplies `_ROWS` rows by one panel."""
-    zeros = code.ir.Constant(code.ir.VectorType(code.ir.FloatType(), LANES), [0.0] * LANES)
-    sums = [[code.alloca_once_value(builder, zeros) for _ in range(2)] for _ in range(_ROWS)]
-    rows = rows_at(builder, x, stride, _ROWS)
+def _write_block(builder: Any, *places: Any, vectors: int, adds: bool) -> None:
+    """Generate the LLVM code of a product of `_ROWS` rows and `vectors` vectors of columns."""
+    x, stride, step, matrix, matrix_stride, depth, out, out_stride = places
+    kind = code.ir.VectorType(code.ir.FloatType(), LANES)
+    inputs, outs = rows_at(builder, x, stride, _ROWS), rows_at(builder, out, out_stride, _ROWS)
+    zeros = [[code.ir.Constant(kind, [0.0] * LANES)] * vectors] * _ROWS
+    starts = [read_vectors(builder, row, kind, vectors) for row in outs] if adds else zeros
+    sums = [[code.alloca_once_value(builder, start) for start in row] for row in starts]
     with code.for_range(builder, depth) as turn:
-        weights = weights_at(builder, builder.add(panel, builder.mul(turn.index, number(4 * WIDE))), FLOAT)
-        add_products(builder, rows, turn.index, weights, sums, FLOAT)
-    write_sums(builder, sums, rows_at(builder, out, out_stride, _ROWS), half=False)
+        weights = read_vectors(builder, builder.add(matrix, builder.mul(turn.index, matrix_stride)), kind, vectors)
+        places = [builder.add(row, builder.mul(turn.index, step)) for row in inputs]
+        add_products(builder, places, number(0), weights, sums, FLOAT)
+    write_sums(builder, sums, outs, half=False)
 
 
-#: In a loop, ``_block((x, stride, panel, depth, out, out_stride))`` multiplies six rows of `depth` numbers at address
-#: `x`, `stride` bytes apart, by a panel, and writes rows of WIDE sums. All numbers are float32.
-_block: Any = written(_write_block, 6)
+#: In a loop, ``_wide((x, stride, step, matrix, matrix_stride, depth, out, out_stride))`` multiplies six rows by WIDE
+#: columns; `_narrow` by LANES; the other two add to what is at `out`. Rows start at address `x`, `stride` bytes apart;
+#: their `depth` numbers are `step` bytes apart. The columns are the first of a matrix with `depth` rows,
+#: `matrix_stride` bytes apart. Rows of sums are written `out_stride` bytes apart. All numbers are float32.
+_wide, _narrow, _add_wide, _add_narrow = (
+    written(partial(_write_block, vectors=vectors, adds=adds), 8) for adds in (False, True) for vectors in (2, 1)
+)
 
 
 @inlined
-def _times(x: Any, stride: Any, panels: Any, size: Any, depth: Any, out: Any, out_stride: Any, columns: Any) -> None:
-    """Multiply the six rows at `x`, `stride` numbers apart, by all panels, `size` numbers apart, of a matrix with
-    `depth` rows and `columns` columns; writes rows to `out`."""
-    for p in range((columns + WIDE - 1) // WIDE):
-        _block((x, 4 * stride, panels + 4 * p * size, depth, out + 4 * p * WIDE, 4 * out_stride))
+def _times(
+    x: Any, stride: Any, matrix: Any, matrix_stride: Any, depth: Any, out: Any, out_stride: Any, columns: Any
+) -> None:
+    """Write the product of the six rows at `x`, `stride` numbers apart, and a matrix with `depth` rows, `matrix_stride`
+    numbers apart, and `columns` columns to rows at `out`."""
+    for c in range(0, columns, WIDE):
+        given = (x, 4 * stride, 4, matrix + 4 * c, 4 * matrix_stride, depth, out + 4 * c, 4 * out_stride)
+        if columns - c > LANES:
+            _wide(given)
+        else:
+            _narrow(given)
+
+
+@inlined
+def _collect(x: Any, stride: Any, matrix: Any, wide: Any, depth: Any, sums: Any, columns: Any) -> None:
+    """Add the product of six columns at `x`, whose `depth` numbers are `stride` numbers apart, and a matrix to six rows
+    of `sums`. Rows of the matrix and of the sums have `wide` numbers, of which `columns` count."""
+    for c in range(0, columns, WIDE):
+        given = (x, 4, 4 * stride, matrix + 4 * c, 4 * wide, depth, sums + 4 * c, 4 * wide)
+        if columns - c > LANES:
+            _add_wide(given)
+        else:
+            _add_narrow(given)
 
 
 def _padded(columns: Any) -> Any:
-    """The number of columns of a matrix in panels, those that are empty included."""
+    """Numbers of a row of `columns` numbers in memory, where products are written by whole blocks."""
     return (columns + WIDE - 1) // WIDE * WIDE
 
 
@@ -74,20 +102,11 @@ def _token(place: Any, j: Any) -> Any:
 
 
 @inlined
-def _as_column(row: Any, j: Any, panels: Any) -> None:
-    """Write a row as column `j` of a matrix in panels."""
-    numbers = floats(panels + 4 * (j // WIDE * len(row) * WIDE + j % WIDE), len(row) * WIDE)
+def _as_column(row: Any, j: Any, matrix: Any, stride: Any) -> None:
+    """Write a row as column `j` of a matrix with rows of `stride` numbers."""
+    numbers = floats(matrix + 4 * j, len(row) * stride)
     for d in range(U(len(row))):
-        numbers[d * U(WIDE)] = row[d]
-
-
-@inlined
-def _as_row(row: Any, j: Any, panels: Any, size: Any) -> None:
-    """Write a row as row `j` of a matrix in panels of `size` numbers."""
-    for p in range((len(row) + WIDE - 1) // WIDE):
-        numbers = floats(panels + 4 * (p * size + j * WIDE), WIDE)
-        for lane in range(U(min(WIDE, len(row) - p * WIDE))):
-            numbers[lane] = row[U(p * WIDE) + lane]
+        numbers[d * U(stride)] = row[d]
 
 
 @inlined
@@ -121,21 +140,20 @@ def _attend(
     `places`: int64 [S, 4] (`_token`). `stride`: numbers from one token's values to the next. `logs`: gets the
     logarithm of each softmax's denominator, [T, H]. `scratch`: `room` numbers for each part."""
     size, most, wide, group = 2 if half else 4, _whole(longest), _whole(width), heads // kv_heads
-    keys = scratch + 4 * part * room
-    values = keys + 4 * most * wide
+    key_columns = scratch + 4 * part * room
+    values = key_columns + 4 * most * wide
     asked = values + 4 * most * wide
     mixed = asked + 4 * _ROWS * wide
     scores = mixed + 4 * _ROWS * wide
     head = np.empty(width, np.float32)
-    for k in range(first, end):
-        for s in range(len(places)):
-            place = places[s]
-            shared, length = place[2], place[3]
+    for s in range(len(places)):
+        place = places[s]
+        shared, length = place[2], place[3]
+        for k in range(first, end):
             for j in range(length):
                 load(key + size * k * width, U(_token(place, j) * kv_heads * width), head, half)
-                _as_column(head, j, keys)
-                load(value + size * k * width, U(_token(place, j) * stride), head, half)
-                _as_row(head, j, values, most * WIDE)
+                _as_column(head, j, key_columns, most)
+                load(value + size * k * width, U(_token(place, j) * stride), floats(values + 4 * j * wide, width), half)
             rows = (length - shared) * group
             for block in range(0, rows, _ROWS):
                 last = min(rows, block + _ROWS)
@@ -143,7 +161,7 @@ def _attend(
                 for r in range(block, last):
                     row = floats(asked + 4 * (r - block) * wide, width)
                     _ask(query, _head(place, r, heads, k, group), scale, row, half)
-                _times(asked, wide, keys, width * WIDE, width, scores, most, reach)
+                _times(asked, wide, key_columns, most, width, scores, most, reach)
                 for r in range(block, last):
                     index = _head(place, r, heads, k, group)
                     row, count = floats(scores + 4 * (r - block) * most, reach), U(shared + r // group + 1)
@@ -155,9 +173,10 @@ def _attend(
                         total += row[j]
                     for j in range(count):
                         row[j] /= total
-                    row[count:] = F(0.0)
+                    for j in range(count, U(reach)):
+                        row[j] = F(0.0)
                     floats(logs + 4 * index, 1)[0] = top + np.log(total)
-                _times(scores, most, values, most * WIDE, reach, mixed, wide, width)
+                _times(scores, most, values, wide, reach, mixed, wide, width)
                 for r in range(block, last):
                     index = _head(place, r, heads, k, group)
                     store(out, U(index * width), floats(mixed + 4 * (r - block) * wide, width), half)
@@ -170,37 +189,19 @@ def _slopes(scores: Any, changes: Any, told: Any, along: Any, count: Any) -> Non
     for j in range(count):
         scores[j] = exp(scores[j] - told)
         changes[j] = scores[j] * (changes[j] - along)
-    scores[count:], changes[count:] = F(0.0), F(0.0)
+    for j in range(count, U(len(scores))):
+        scores[j] = F(0.0)
+        changes[j] = F(0.0)
 
 
 @inlined
-def _collect(x: Any, panels: Any, depth: Any, mixed: Any, wide: Any, width: Any, sums: Any, far: Any) -> None:
-    """Add to the sums of `far` tokens, [far, wide], the products of the rows of `x`, one for each token, and a matrix
-    in panels with `depth` queries as rows. `mixed`: memory for the products of six tokens."""
-    for j in range(0, far, _ROWS):
-        _times(x + 4 * j * _CHUNK, _CHUNK, panels, _CHUNK * WIDE, depth, mixed, wide, width)
-        count = U(min(_ROWS, far - j) * wide)
-        new, total = floats(mixed, count), floats(sums + 4 * j * wide, count)
-        for n in range(count):
-            total[n] += new[n]
-
-
-@inlined
-def _along(out: Any, index: Any, back: Any, half: Any) -> Any:
-    """The dot product of a query's output with its gradient."""
-    head, total = np.empty(len(back), np.float32), F(0.0)
+def _along(out: Any, index: Any, back: Any, head: Any, half: Any) -> Any:
+    """The dot product of a query's output with its gradient. `head`: memory for the output."""
+    total = F(0.0)
     load(out, U(index * len(back)), head, half)
     for d in range(U(len(back))):
         total += head[d] * back[d]
     return total
-
-
-@inlined
-def _spread(row: Any, address: Any) -> None:
-    """Write a row as a column of a matrix with rows of `_CHUNK` numbers."""
-    column = floats(address, len(row) * _CHUNK)
-    for j in range(U(len(row))):
-        column[j * U(_CHUNK)] = row[j]
 
 
 @inlined
@@ -222,54 +223,56 @@ def _attend_back(
     """Write the gradient of queries to `query_back`, and add those of keys and values, in float32, to `key_back` and
     `value_back`, for the key heads `first` to `end`. `out`, `logs`: results of `_attend`. `gradient`: that of `out`."""
     size, most, wide, group = 2 if half else 4, _whole(longest), _whole(width), heads // kv_heads
-    matrix, six, transposed = 4 * most * wide, 4 * _ROWS * wide, 4 * (most + _ROWS) * _CHUNK
+    matrix, chunk_wide, chunk_most = 4 * most * wide, 4 * _CHUNK * wide, 4 * _CHUNK * most
+    six = 4 * _ROWS * wide
     key_columns = scratch + 4 * part * room
     key_rows, value_columns = key_columns + matrix, key_columns + 2 * matrix
-    of_keys, of_values = key_columns + 3 * matrix, key_columns + 4 * matrix
-    weights = key_columns + 5 * matrix
-    slopes, queries = weights + transposed, weights + 2 * transposed
-    gradients = queries + 4 * _CHUNK * wide
-    asked = gradients + 4 * _CHUNK * wide
-    given, mixed, scores = asked + six, asked + 2 * six, asked + 3 * six
-    changes, head = scores + 4 * _ROWS * most, np.empty(width, np.float32)
-    for k in range(first, end):
-        for s in range(len(places)):
-            place = places[s]
-            for j in range(place[3]):
-                load(key + size * k * width, U(_token(place, j) * kv_heads * width), head, half)
-                _as_column(head, j, key_columns)
-                _as_row(head, j, key_rows, most * WIDE)
+    of_keys, of_values = key_columns + 3 * matrix, key_columns + 4 * matrix + six
+    weights = key_columns + 5 * matrix + 2 * six
+    slopes, asked = weights + chunk_most, weights + 2 * chunk_most
+    given, mixed = asked + chunk_wide, asked + 2 * chunk_wide
+    head = np.empty(width, np.float32)
+    for s in range(len(places)):
+        place = places[s]
+        shared, length = place[2], place[3]
+        for k in range(first, end):
+            for j in range(length):
+                row = floats(key_rows + 4 * j * wide, width)
+                load(key + size * k * width, U(_token(place, j) * kv_heads * width), row, half)
+                _as_column(row, j, key_columns, most)
                 load(value + size * k * width, U(_token(place, j) * stride), head, half)
-                _as_column(head, j, value_columns)
-            floats(of_keys, place[3] * wide)[:], floats(of_values, place[3] * wide)[:] = F(0.0), F(0.0)
-            rows = (place[3] - place[2]) * group
+                _as_column(head, j, value_columns, most)
+            floats(of_keys, length * wide)[:], floats(of_values, length * wide)[:] = F(0.0), F(0.0)
+            rows = (length - shared) * group
             for chunk in range(0, rows, _CHUNK):
                 stop = min(rows, chunk + _CHUNK)
-                far = place[2] + (stop - 1) // group + 1
                 for block in range(chunk, stop, _ROWS):
                     last = min(stop, block + _ROWS)
-                    reach = place[2] + (last - 1) // group + 1
+                    reach = shared + (last - 1) // group + 1
+                    at, begin = 4 * (block - chunk) * wide, 4 * (block - chunk) * most
                     for r in range(block, last):
-                        index, at = _head(place, r, heads, k, group), 4 * (r - block) * wide
-                        _ask(query, index, scale, floats(asked + at, width), half)
-                        _ask(gradient, index, F(1.0), floats(given + at, width), half)
-                        _as_row(floats(asked + at, width), r - chunk, queries, _CHUNK * WIDE)
-                        _as_row(floats(given + at, width), r - chunk, gradients, _CHUNK * WIDE)
-                    _times(asked, wide, key_columns, width * WIDE, width, scores, most, reach)
-                    _times(given, wide, value_columns, width * WIDE, width, changes, most, reach)
+                        index, own = _head(place, r, heads, k, group), 4 * (r - chunk) * wide
+                        _ask(query, index, scale, floats(asked + own, width), half)
+                        load(gradient, U(index * width), floats(given + own, width), half)
+                    _times(asked + at, wide, key_columns, most, width, weights + begin, most, reach)
+                    _times(given + at, wide, value_columns, most, width, slopes + begin, most, reach)
                     for r in range(block, last):
-                        index, at = _head(place, r, heads, k, group), 4 * (r - block) * most
-                        row, change, told = floats(scores + at, far), floats(changes + at, far), logs + 4 * index
-                        along = _along(out, index, floats(given + 4 * (r - block) * wide, width), half)
-                        _slopes(row, change, floats(told, 1)[0], along, U(place[2] + r // group + 1))
-                        _spread(row, weights + 4 * (r - chunk))
-                        _spread(change, slopes + 4 * (r - chunk))
-                    _times(changes, most, key_rows, most * WIDE, reach, mixed, wide, width)
+                        index, row = _head(place, r, heads, k, group), 4 * (r - chunk) * most
+                        along = _along(out, index, floats(given + 4 * (r - chunk) * wide, width), head, half)
+                        count = shared + r // group + 1
+                        seen = min(most, count + _ROWS)
+                        told = floats(logs + 4 * index, 1)[0]
+                        _slopes(floats(weights + row, seen), floats(slopes + row, seen), told, along, U(count))
+                    _times(slopes + begin, most, key_rows, wide, reach, mixed, wide, width)
                     for r in range(block, last):
                         index = _head(place, r, heads, k, group)
                         _move(mixed + 4 * (r - block) * wide, scale, query_back, index, head, half)
-                _collect(slopes, queries, stop - chunk, mixed, wide, width, of_keys, far)
-                _collect(weights, gradients, stop - chunk, mixed, wide, width, of_values, far)
+                for j in range(0, shared + (stop - 1) // group + 1, _ROWS):
+                    blind = max(0, (j - shared) * group - chunk)  # queries before the first that sees key j
+                    begin, at = 4 * (blind * most + j), 4 * blind * wide
+                    seeing, own = stop - chunk - blind, 4 * j * wide
+                    _collect(slopes + begin, most, asked + at, wide, seeing, of_keys + own, width)
+                    _collect(weights + begin, most, given + at, wide, seeing, of_values + own, width)
             _add(of_keys, wide, place, k, kv_heads, width, key_back)
             _add(of_values, wide, place, k, kv_heads, width, value_back)
 
@@ -296,7 +299,7 @@ class _Short(torch.autograd.Function):
         gradient, own = gradient.contiguous(), torch.empty_like(query)
         sums = [torch.zeros(key.shape, dtype=torch.float32) for _ in range(2)]
         most, wide = _padded(ctx.numbers[3]), _padded(query.shape[2])
-        room = most * (5 * wide + 2 * _ROWS) + 2 * (most + _ROWS) * _CHUNK + (2 * _CHUNK + 3 * _ROWS) * wide
+        room = most * 5 * wide + 2 * _CHUNK * (most + wide) + 3 * _ROWS * wide
         given = (query, key, value, value.stride(0), ctx.places, out, logs, gradient, own, *sums)
         over(_attend_back, key.shape[1], ctx.parts, *given, torch.zeros(ctx.parts, room), room, *ctx.numbers)
         return own, *(one.to(key.dtype) for one in sums), None, None, None
