@@ -261,11 +261,10 @@ async def simulated_run(setting: Setting, path: Path) -> AsyncIterator[Simulated
     with RunFolder.create(path) as folder, tempfile.TemporaryDirectory(prefix="stretto-simulated-") as scratch:
         folder.write("recipe.toml", to_toml(recipe))
         ledger = Ledger(folder.ledger, recipe.store)
-        pool = EnginePool([], folder.logs, recipe.deadlines, lag=recipe.cluster.lag)
+        pool = EnginePool([], folder.logs, recipe.deadlines, lag=recipe.cluster.lag, say=said.append)
         plan, endpoints = cast(Plan, _Plan(recipe)), Endpoints("simulated", Path(scratch), Path(scratch))
         cluster = Cluster(plan, folder, endpoints, pool, said.append, FRESH, identity_of(folder), next_tenure(None))
         roles = Roles(pool, cast(TrainerLink, _Trainer()), cast(RewardPool, _Rewards()), cluster)
-        pool.say = said.append
         await pool.start(0)
         address = await cluster.gate.open(recipe.cluster.listen)
         token = cluster.identity.token

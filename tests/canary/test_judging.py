@@ -70,10 +70,10 @@ class Run:
         self.trainer, self.routed = trainer, routed
         config = EngineConfig.model_validate({"dtype": dtype}).model_dump_json()
         spec = EngineSpec(NAME, "unix:/nowhere", "", "", "", config, 1, 0.0)
-        self.pool = EnginePool([] if guest else [spec], Path("/dev/null"), DEADLINES, proving=Proving())
+        specs, say = [] if guest else [spec], self.said.append
+        self.pool = EnginePool(specs, Path("/dev/null"), DEADLINES, proving=Proving(), say=say)
         self.proving = self.pool.proving
         self.proving.expect(self.said.append)
-        self.pool.say = self.said.append
         machine = Machine(random.Random(1), pull_seconds=0.0)
         self.client, self.version = Prover(NAME, machine), 0
         self.process = SimulatedProcess(machine, lambda: self.version, self.client)

@@ -80,8 +80,7 @@ def played(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], Non
 
     async def main() -> T:
         settings = DeadlinesConfig.model_validate({"start": 20.0, "answer": 5.0} | deadlines)
-        fleet = EnginePool(specs, folder, settings, role=ENGINE, spawner=server)
-        fleet.say = say
+        fleet = EnginePool(specs, folder, settings, role=ENGINE, spawner=server, say=say)
         try:
             await fleet.start(0)
             return await run_beside(fleet.supervise(), work(fleet))
@@ -276,15 +275,15 @@ async def test_the_last_counters_are_of_no_moment_before_they_are_asked_for() ->
     process: Any = SimpleNamespace(clock_offset=0.0)
     spec = EngineSpec("engine-0", "", "", "", "", "{}", 1, 0.0)
     handle = EngineHandle(spec, process, client, DeadlinesConfig(), RestartBudget(1, 1.0), lambda _: None, Proving())
-    asked = handle.poll()
+    asked = handle.counters.poll()
     await asyncio.sleep(0)
     client.generated = 5
-    same, last = handle.poll(), handle.poll(anew=True)
+    same, last = handle.counters.poll(), handle.counters.poll(anew=True)
     client.may.set()
     await last
     assert same is asked
-    assert handle.counted(lambda health: health.generated) == 5
-    assert {span.role for span in handle.drain_spans()} == {"engine-0"}  # whatever the engine calls itself
+    assert handle.counters.total(lambda health: health.generated) == 5
+    assert {span.role for span in handle.counters.drain_spans()} == {"engine-0"}  # whatever the engine calls itself
 
 
 @in_fleet(count=1)

@@ -65,8 +65,8 @@ def played(
 
     async def main(run: RunFolder) -> T:
         settings = DeadlinesConfig.model_validate({"start": 20.0, "step": 20.0} | deadlines)
-        link = TrainerLink(folder / "log.txt", settings, Recovery(run, 2), role=TRAINER, spawner=spawner or server)
-        link.say = say
+        past, spawns = Recovery(run, 2), spawner or server
+        link = TrainerLink(folder / "log.txt", settings, past, role=TRAINER, spawner=spawns, say=say)
         try:
             await link.start(spec)
             return await work(link)

@@ -129,8 +129,8 @@ def test_a_lost_rank_begins_the_group_anew_from_checkpoint_and_batches(site: Sit
     async def scenario(folder: RunFolder, agent: Agent) -> None:
         recovery, loop = Recorded(folder, 2), asyncio.get_running_loop()
         deadlines = DeadlinesConfig(hung=HUNG, start=60.0)
-        link = TrainerLink(site.here / "trainer.txt", deadlines, recovery, spawner=site.near, elsewhere=agent)
-        link.say = said.append
+        log, say = site.here / "trainer.txt", said.append
+        link = TrainerLink(log, deadlines, recovery, spawner=site.near, elsewhere=agent, say=say)
 
         def write(part: Path) -> None:
             asyncio.run_coroutine_threadsafe(link.save_checkpoint(part), loop).result(30)

@@ -230,7 +230,13 @@ async def _evaluate(plan: Plan, spawner: Spawner, keep: Callable[[Sequence[Quest
 
 
 def engines_of_folder(
-    recipe: Recipe, model: Path, folder: Path, logs: Path, spawner: Spawner, seats: tuple[Seat, ...] = ()
+    recipe: Recipe,
+    model: Path,
+    folder: Path,
+    logs: Path,
+    spawner: Spawner,
+    seats: tuple[Seat, ...] = (),
+    say: Callable[[str], None] = lambda text: None,
 ) -> EnginePool:
     """Create a pool of engines that serve a model folder without a trainer; they are not started yet.
 
@@ -239,7 +245,8 @@ def engines_of_folder(
         folder: for the sockets (`engine.wire.socket_folder`).
         logs: folder for the logs.
         seats: assignment of engines to GPUs; empty: they run on the CPU.
+        say: gets a log line for every engine that is replaced.
     """
     endpoints = Endpoints(mailbox=digest(folder), mailbox_folder=folder, sockets=folder, seats=seats)  # no weights
     specs = engine_specs(recipe, model, endpoints, published=False)
-    return EnginePool(specs, logs, recipe.deadlines, recipe.engine.role, spawner=spawner)
+    return EnginePool(specs, logs, recipe.deadlines, recipe.engine.role, spawner=spawner, say=say)

@@ -177,7 +177,7 @@ def gateway(
     say(f"{served.name}: context {context:,}, sessions recorded in {folder}")
     if unserved:
         say(f"response_format and tool_choice do not constrain what is sampled: {unserved}")
-    engines = partial(engines_of_folder, recipe, base.path, logs=folder, spawner=spawner)
+    engines = partial(engines_of_folder, recipe, base.path, logs=folder, spawner=spawner, say=say)
     names = HostNames(host, loopback=True) if is_loopback(bound) else None
     until_cut_short(_serve(engines, folder, served, bound, api_key or "", names, say), event_loop.new_event_loop)
 
@@ -200,7 +200,6 @@ async def _serve(
 ) -> None:
     stopped, sockets = StopSignal(), socket_folder()
     engines = engines_in(sockets)
-    engines.say = say
     turns = Turns(engines)
     try:
         recorded = RecordedSessions(folder, model, turns.sampler)

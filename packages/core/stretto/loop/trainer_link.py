@@ -74,6 +74,9 @@ class TrainerLink:
         role: str = TRAINER_ROLE,
         spawner: Spawner = FRESH,
         elsewhere: StartRanks | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        canary_published: Callable[[Canary | None], None] = lambda canary: None,
+        canary_agreed: Callable[[Sequence[Agreement]], None] = lambda agreement: None,
     ) -> None:
         """Create the link; `start` starts the process.
 
@@ -83,6 +86,10 @@ class TrainerLink:
             role: module that the process runs.
             spawner: starts the process.
             elsewhere: starts the trainer's ranks on other machines; None: it has no ranks there.
+            say: gets a log line for every replaced trainer.
+            canary_published: gets the canary of each published version (None: it has none); after a replacement once
+                more.
+            canary_agreed: gets, after each step, the comparisons of recomputed and sampled log-probabilities by engine.
         """
         self._log, self._role, self._spawner = log, role, spawner
         self._deadlines, self._recovery, self._elsewhere = deadlines, recovery, elsewhere
@@ -93,7 +100,7 @@ class TrainerLink:
             "trainer",
             self._begin_anew,
             restarts,
-            lambda told: self.say(f"{told} at version {self._version}"),
+            lambda told: say(f"{told} at version {self._version}"),
             str(log),
             wanted=lambda: self._recovery is not None and not self._retired,
         )
@@ -106,12 +113,7 @@ class TrainerLink:
         self._spanned = 0.0  # seconds
         self._began: float | None = None  # `time.monotonic` when the current order was given
         self._turn = asyncio.Lock()
-        #: Gets a log line for every replaced trainer.
-        self.say: Callable[[str], None] = lambda text: None
-        #: Called with the canary of each published version (None: it has none); after a replacement once more.
-        self.canary_published: Callable[[Canary | None], None] = lambda canary: None
-        #: Called after each step with the comparisons of recomputed and sampled log-probabilities by engine.
-        self.canary_agreed: Callable[[Sequence[Agreement]], None] = lambda agreement: None
+        self._say, self._canary_published, self._canary_agreed = say, canary_published, canary_agreed
         self.replayed: list[Update] = []  # updates of the steps that were trained again at the start
         self._new_process()
 
@@ -154,7 +156,7 @@ class TrainerLink:
     def _noted(self, published: Published) -> None:
         """Handle the trainer's notice that a version can be loaded. The canary is passed on first, since engines that
         load the version are checked with it."""
-        self.canary_published(published.canary)
+        self._canary_published(published.canary)
         if published.span is not None:
             self._spans.append(published.span)  # not in its busy seconds: the writing overlaps with orders
         self._published = published.version
@@ -222,7 +224,7 @@ class TrainerLink:
                 Train(batch=batch, publish=publish), Trained, f"to finish step {batch.step}", self._deadlines.step
             )
             self._keep(trained.spans)
-            self.canary_agreed(trained.agreement)
+            self._canary_agreed(trained.agreement)
             self._version = trained.update.version
             self._supervisor.restarts.progressed()
         return trained.update

@@ -174,15 +174,23 @@ async def running_roles(
             kind=recipe.engine.kind,
             patience=recipe.cluster.wait if recipe.cluster.placer != "local" else 0.0,
             proving=proving,
+            say=report,
         )
         machines = machines_of(MachineParts(plan, folder, endpoints, engines, report, spawner, tenure))
         elsewhere = machines.ranks if recipe.trainer.remote_ranks else None
-        trainer = TrainerLink(folder.role_log("trainer"), deadlines, recovery, spawner=spawner, elsewhere=elsewhere)
+        trainer = TrainerLink(
+            folder.role_log("trainer"),
+            deadlines,
+            recovery,
+            spawner=spawner,
+            elsewhere=elsewhere,
+            say=report,
+            canary_published=proving.published,
+            canary_agreed=proving.agreed,
+        )
         rewards = _reward_pool(plan, folder, report)
         workflows = workflow_pool(plan, folder.role_log("workflow"), report, folder)
         asked = (rewards.start,) if workflows is None else (rewards.start, workflows.start)
-        trainer.say = engines.say = report
-        trainer.canary_published, trainer.canary_agreed = proving.published, proving.agreed
         proving.expect(report)
         # If the trainer repeats steps, engines start after it: an engine may not wait that long for its first weights.
         train = partial(trainer.start, trainer_spec(plan, model, endpoints, folder.tokens), version)

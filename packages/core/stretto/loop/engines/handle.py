@@ -1,30 +1,27 @@
-"""The conductor's view of one engine: its process (replaced when it dies), version, requests and counters."""
+"""The conductor's view of one engine: its process (replaced when it dies), version and requests."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import platform
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from pathlib import Path
-from typing import NoReturn, Self, cast
-
-import msgspec
+from typing import NoReturn, Self
 
 from stretto.core.deadlines import standstill
-from stretto.core.engine import Engine, EngineHealth
+from stretto.core.engine import Engine
 from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, RoleDied, UnprovenWeights, WireError
-from stretto.core.events import Span
 from stretto.core.machine import on_gpus
 from stretto.core.records import Partials
-from stretto.core.tasks import cancel_and_wait, gather_or_cancel
+from stretto.core.tasks import gather_or_cancel
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.counters import EngineCounters
 from stretto.loop.engines.proving import Proving
+from stretto.loop.engines.publications import Publications
 from stretto.loop.engines.roster import EngineState
 from stretto.processes.role import ReplaceableProcess, RoleProcess
 from stretto.processes.spawn import Spawner
@@ -49,7 +46,8 @@ class EngineHandle:
         state: changed only by methods of this class.
         version: version that the engine serves; None while it is down or starting.
         how: how its last process ended, for messages; empty before the first end.
-        published: newest version in the mailbox (-1: none); the engine loads it as soon as it can.
+        publications: published versions that the engine has yet to load.
+        counters: its counters and time spans, over all of its processes.
         open: ids of the requests that the engine has now; the pool adds and removes them.
     """
 
@@ -60,28 +58,24 @@ class EngineHandle:
     restarts: RestartBudget
     changed: Callable[[EngineHandle], None]
     proving: Proving
-    load_interval: float = 0.0
+    load_interval: InitVar[float] = 0.0
     host: str = field(default_factory=platform.node)
     state: EngineState = EngineState.DOWN
     version: int | None = None
     how: str = ""
-    published: int = -1
     open: set[str] = field(default_factory=set)
     given_up: set[str] = field(default_factory=set)  # open requests that the engine was asked to abort
     leaving: bool = False  # the engine leaves the run, or has left
     lags: bool = False  # too long without the newest version: gets no requests until it has loaded it
-    _missing: deque[tuple[int, float]] = field(default_factory=deque)  # (version to load, time of its publication)
-    _loaded: float = -math.inf  # `time.monotonic` of the last load
-    _publication: asyncio.Event = field(default_factory=asyncio.Event)
-    _awaited: int = 0  # requests waiting until the engine has loaded a version
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
-    _ended: int = 0  # number of processes that have ended
     _doubt: UnprovenWeights | None = None  # set: the engine is not replaced, and this error ends the run
     _condemned: bool = False  # its process is to end, and gets no requests until it has ended
-    health: EngineHealth | None = None  # as of the last poll
-    _earlier: list[EngineHealth] = field(default_factory=list)  # last counters of its earlier processes
-    _spans: list[Span] = field(default_factory=list)
-    _poll: asyncio.Task[None] | None = None
+    publications: Publications = field(init=False)
+    counters: EngineCounters = field(init=False)
+
+    def __post_init__(self, load_interval: float) -> None:
+        self.publications = Publications(load_interval)
+        self.counters = EngineCounters(self.name, self.client, self.process)
 
     @classmethod
     def on_this_machine(
@@ -133,9 +127,8 @@ class EngineHandle:
         if self.leaving and state is not EngineState.DOWN:
             state = EngineState.LEAVING
         self.state, self.version = state, version
-        while self._missing and (version is None or self._missing[0][0] <= version):
-            self._missing.popleft()
-        self.lags = self.lags and bool(self._missing)
+        self.publications.serves(version)
+        self.lags = self.lags and self.publications.missing
         self.changed(self)
 
     def begin_leaving(self) -> None:
@@ -147,7 +140,7 @@ class EngineHandle:
         """Mark the engine as gone from the run; its process is not ended here. Its open requests end with EngineLost;
         its counters are kept. `why`: the reason, for messages."""
         self.leaving, self.how = True, why
-        self._retire_counters()
+        self.counters.retire()
         self._becomes(EngineState.DOWN, None)
         self.client.break_off()
 
@@ -155,11 +148,9 @@ class EngineHandle:
         """Set `lags` if the engine has not loaded a version within `seconds` (plus the load interval) of its
         publication; `say` then gets a log line. Such an engine gets no requests and does not count for
         `EnginePool.live`, so that it does not hold up admission, until it has loaded the newest version."""
-        now, allowed = asyncio.get_running_loop().time(), seconds + self.load_interval
-        late = bool(self._missing) and now - self._missing[0][1] > allowed
-        if late and self.counts:
-            self.lags, awaited = True, self._missing[0][0]
-            say(f"{self.name} has not loaded version {awaited} in {seconds:g} s: no groups until it has caught up")
+        if self.counts and (late := self.publications.late(seconds)) is not None:
+            self.lags = True
+            say(f"{self.name} has not loaded version {late} in {seconds:g} s: no groups until it has caught up")
             self.changed(self)
 
     # ── its process ──────────────────────────────────────────────────────────────────────────────
@@ -182,7 +173,7 @@ class EngineHandle:
         async with standstill("conductor", f"{self.name} to be ready", seconds, moved):
             version = await self._newest()
         self._becomes(EngineState.UP, version)
-        self._publication.set()  # a version may have been published meanwhile
+        self.publications.look_again()  # a version may have been published meanwhile
 
     def suspect(self) -> None:
         """Mark the engine as suspected if it is UP, after a request broke off; in other states nothing changes. It gets
@@ -238,18 +229,12 @@ class EngineHandle:
     def _mark_dead(self, how: str) -> None:
         """Record that the process has ended: its open requests end with EngineLost. Raises UnprovenWeights if the
         engine must not be replaced."""
-        self._ended, self.how, self._condemned = self._ended + 1, how, False
-        self._retire_counters()
+        self.how, self._condemned = how, False
+        self.counters.retire()
         self._becomes(EngineState.DOWN, None)
         self.client.break_off()  # a connection to another machine stays open until its end is noticed
         if self._doubt is not None:
             raise self._doubt
-
-    def _retire_counters(self) -> None:
-        """Keep the last counters of the ended process; tokens of its unfinished completions now count as wasted."""
-        if (last := self.health) is not None:
-            self._earlier.append(msgspec.structs.replace(last, wasted=last.wasted + last.unfinished, unfinished=0))
-        self.health = None
 
     async def _reinstate(self) -> NoReturn:
         """Whenever the engine is suspected, bring it back to UP once it replies to a health request. Kill it, so that
@@ -273,12 +258,11 @@ class EngineHandle:
                     self.process.kill()
                 elif self.state is EngineState.SUSPECTED:
                     self._becomes(EngineState.UP, self.version)
-                    self._publication.set()  # a version may have been published meanwhile
+                    self.publications.look_again()  # a version may have been published meanwhile
 
     async def stop(self, grace: float) -> None:
         """End the engine's process; returns when it is gone. `grace`: seconds between SIGTERM and SIGKILL."""
-        if self._poll is not None:
-            await cancel_and_wait([self._poll])
+        await self.counters.close()
         await self.client.close()
         await self.process.stop(grace)
 
@@ -286,26 +270,21 @@ class EngineHandle:
 
     def publish(self, version: int) -> None:
         """Note that `version` is the newest in the mailbox now, which wakes `keep_loaded`."""
-        self.published = version
-        if self.version is not None and self.version < version:
-            self._missing.append((version, asyncio.get_running_loop().time()))
-        self._publication.set()
+        self.publications.publish(version, self.version)
 
     async def keep_loaded(self) -> NoReturn:
         """Load each newer published version, at most one in `load_interval` seconds; runs until it raises or is
         cancelled. An engine that does not reply becomes suspected. Raises as `reach`, but the deadline is that of one
         load."""
         while True:
-            await self._publication.wait()
-            await self._until_due()
-            self._publication.clear()
-            version = self.published
+            await self.publications.news(self.open)
+            version = self.publications.newest
             if self.version is None or self.version >= version:
                 continue
             try:
                 await self._load(version)
             except WireError:
-                if self.published == version:
+                if self.publications.newest == version:
                     raise  # else the mailbox holds a newer version by now
 
     async def _load(self, version: int) -> None:
@@ -316,7 +295,7 @@ class EngineHandle:
         except UnprovenWeights as doubt:
             self.discard(doubt)
         else:
-            self._loaded = asyncio.get_running_loop().time()
+            self.publications.loaded()
             if self.serves:  # else it has been replaced meanwhile
                 self._becomes(self.state, version)
 
@@ -341,13 +320,6 @@ class EngineHandle:
         self.suspect()
         return not before
 
-    async def _until_due(self) -> None:
-        """Wait until `load_interval` seconds after the last load. Returns at once if the engine has no requests, or if
-        a request waits for the new version."""
-        due = self._loaded + self.load_interval
-        while self.open and not self._awaited and (early := due - asyncio.get_running_loop().time()) > 0:
-            await asyncio.sleep(min(early, _POLL_SECONDS))
-
     async def _newest(self) -> int:
         """Make a started engine load the newest published version, or keep its own if that is newer; returns the
         version. An older one must not be served: no version before the live one may sample a new group. An engine that
@@ -356,7 +328,7 @@ class EngineHandle:
         while True:
             if not self.process.running:
                 raise RoleDied(self.name, await self.process.ended(), str(self.process.log))
-            wanted = self.published
+            wanted = self.publications.newest
             try:
                 served = (await self.client.health()).version
                 version = await self.proving.load(self.spec, self.client, max(wanted, served), served)
@@ -367,10 +339,10 @@ class EngineHandle:
                 self.discard(doubt)
                 raise RoleDied(self.name, f"{await self.process.ended()}: {doubt.problem}") from None
             except WireError:
-                if self.published == wanted:
+                if self.publications.newest == wanted:
                     raise
                 continue  # the mailbox holds a newer version by now
-            if version >= self.published:
+            if version >= self.publications.newest:
                 return version
 
     async def reach(self, version: int) -> None:
@@ -396,20 +368,18 @@ class EngineHandle:
             EngineLeft: the engine no longer takes requests.
             EngineLost: no sign of life for `deadlines.start` seconds.
         """
-        self._awaited += 1
-        seconds, moved = self.deadlines.start, self.client.moved
-        try:
-            async with standstill("conductor", f"{self.name} to serve version {version}", seconds, moved):
-                while self.version is None or self.version < version:
-                    if not self.takes:
-                        raise EngineLeft(self.name, "is not up any more")
-                    await asyncio.sleep(RETRY_SECONDS)
-        except DeadlineExceeded as late:
-            raise EngineLost(self.name, str(late)) from None
-        finally:
-            self._awaited -= 1
+        awaited, seconds, moved = f"{self.name} to serve version {version}", self.deadlines.start, self.client.moved
+        with self.publications.awaited():
+            try:
+                async with standstill("conductor", awaited, seconds, moved):
+                    while self.version is None or self.version < version:
+                        if not self.takes:
+                            raise EngineLeft(self.name, "is not up any more")
+                        await asyncio.sleep(RETRY_SECONDS)
+            except DeadlineExceeded as late:
+                raise EngineLost(self.name, str(late)) from None
 
-    # ── requests and counters ────────────────────────────────────────────────────────────────────
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def give_up(self, spared: Callable[[str], bool] = lambda id: False) -> None:
         """Abort the engine's open requests. `spared`: takes a request id; True: the request is left alone. Returns when
@@ -435,38 +405,3 @@ class EngineHandle:
                 async with asyncio.timeout(patience):
                     return await self.client.partials(theirs)
         return {}
-
-    def poll(self, *, anew: bool = False) -> asyncio.Task[None]:
-        """Fetch the engine's counters and spans in a task, which is returned; it sets `health`, or changes nothing if
-        the engine does not reply. A later call returns the same task until the reply has come, so a caller that stops
-        waiting loses nothing. `anew`: return a task that asks again after that reply, which may be of a moment before
-        this call."""
-        before = self._poll
-        if before is None or before.done():
-            self._poll = asyncio.create_task(self._fetch_health())
-        elif anew:
-            self._poll = asyncio.create_task(self._fetch_health(before))
-        return cast("asyncio.Task[None]", self._poll)
-
-    async def _fetch_health(self, before: asyncio.Task[None] | None = None) -> None:
-        if before is not None:
-            await before
-        asked = self._ended
-        with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):  # no news: a measurement ends no run
-            health = await self.client.health()
-            if asked == self._ended:  # else the counters are those of a process that is gone
-                self.health = health
-            spans = await self.client.spans()
-            # Read after the wait: spans may have been drained during it. All are its own, whatever it calls them.
-            shifted = (span.shifted(self.process.clock_offset) for span in spans)
-            self._spans += [msgspec.structs.replace(span, role=self.name) for span in shifted]
-
-    def drain_spans(self) -> list[Span]:
-        """Return the spans fetched since the last call, and forget them."""
-        spans, self._spans = self._spans, []
-        return spans
-
-    def counted(self, counter: Callable[[EngineHealth], float]) -> float:
-        """Sum of a counter over all processes of this engine, as of the last poll; 0 before the first. `counter`:
-        returns it from a health reply."""
-        return sum(counter(health) for health in (self.health, *self._earlier) if health is not None)

@@ -57,6 +57,7 @@ class EnginePool:
         kind: str = "native",
         patience: float = 0.0,
         proving: Proving | None = None,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Create the pool of the run's own engines; `start` starts their processes.
 
@@ -71,6 +72,7 @@ class EnginePool:
             kind: make of the engines, for the roster: native, vllm or sglang.
             patience: least seconds that a request waits while no engine is up; machines may still join.
             proving: checks the weights that engines load; None: they are not checked.
+            say: gets a log line for every engine that is replaced, joins or leaves.
         """
         self.proving = proving or Proving()
         self.proving.distrust = self._distrust
@@ -80,7 +82,7 @@ class EnginePool:
         self._left: dict[str, EngineHandle] = {}  # engines that have left, kept for their counters
         self._counted: dict[str, int] = {}  # version of each engine that counts for `live`
         self._versions: Counter[int] = Counter()  # number of those engines by version
-        self._deadlines, self._lag, self._patience = deadlines, lag, patience
+        self._deadlines, self._lag, self._patience, self._say = deadlines, lag, patience, say
         self.published = -1  # newest version in the mailbox
         #: Called with the oldest version that an engine serves, whenever that may have changed.
         self.on_load: Callable[[int], None] = lambda version: None
@@ -88,8 +90,6 @@ class EnginePool:
         self.keep: Callable[[], Awaitable[None]] = _nothing
         #: Called with each published version, to tell other machines.
         self.announce: Callable[[int], None] = lambda version: None
-        #: Gets a log line for every engine that is replaced, joins or leaves.
-        self.say: Callable[[str], None] = lambda text: None
         self._preempted = 0.0  # completions preempted until the last call of `pressure`
         self._router = router or Router()
         self._kind, self.roster = kind, Roster()
@@ -125,7 +125,7 @@ class EnginePool:
         self.on_load(self.live)  # also grows when the engine with the oldest version dies
 
     def _distrust(self, doubt: UnprovenWeights, final: bool) -> None:
-        self.say(f"{doubt.role} {doubt.problem}" + ("" if final else ": it is replaced"))
+        self._say(f"{doubt.role} {doubt.problem}" + ("" if final else ": it is replaced"))
         if (engine := self._engines.get(doubt.role)) is not None:
             engine.end_for(doubt, final)
 
@@ -162,7 +162,7 @@ class EnginePool:
                 return
             if not engine.process.killed:
                 raise users_mistake(death) or death from None
-            await engine.replace(death.how, self.say, engine.spec.publication_seconds)
+            await engine.replace(death.how, self._say, engine.spec.publication_seconds)
 
     async def until_up(self, seconds: float) -> None:
         """Wait until an engine takes requests. Raises DeadlineExceeded if none does within `seconds`."""
@@ -174,16 +174,16 @@ class EnginePool:
     def join(self, engine: EngineHandle) -> None:
         """Add a guest engine, and return at once. Background tasks start it, keep it at the newest version while
         `keep_loaded` runs, and replace its process when it dies, until it leaves."""
-        engine.published = self.published
+        engine.publications.newest = self.published
         self._engines[engine.name] = engine
         self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))
 
     async def _host(self, engine: EngineHandle) -> None:
         await engine.start(self._deadlines.longest_pull)
-        self.say(f"{engine.name} has joined, at version {engine.version}")
+        self._say(f"{engine.name} has joined, at version {engine.version}")
         if self._loads and engine.name not in self._loading.names:
             self._loading.add(engine.name, self._guarded(engine, engine.keep_loaded()))
-        await engine.supervise(self.say)
+        await engine.supervise(self._say)
 
     async def _guarded(self, engine: EngineHandle, work: Coroutine[Any, Any, None]) -> None:
         """Await `work` for an engine. If it fails (RoleError, WireError), a guest leaves the pool, and this returns;
@@ -218,7 +218,7 @@ class EnginePool:
             return
         self._left[name] = engine
         engine.mark_gone(why)
-        self.say(f"{name} has left: {why}")
+        self._say(f"{name} has left: {why}")
         for tasks in (self._supervised, self._loading):
             tasks.drop(name)
         await engine.stop(_LEAVE_SECONDS)
@@ -233,7 +233,7 @@ class EnginePool:
             WireError: the newest version is damaged, or not of the engine's model.
         """
         for name in self._engines.keys() - self._supervised.names:
-            self._supervised.add(name, self._engines[name].supervise(self.say))
+            self._supervised.add(name, self._engines[name].supervise(self._say))
         try:
             await self._supervised.watch()
         finally:
@@ -280,7 +280,7 @@ class EnginePool:
             raise
         except EngineLied as lie:  # a machine with broken memory, say, would go on answering
             if engine.condemn():
-                self.say(f"{lie}: it is replaced")
+                self._say(f"{lie}: it is replaced")
             raise
         except EngineLost as loss:
             if engine.leaving:
@@ -386,7 +386,7 @@ class EnginePool:
         waited for, and a guest that fails leaves the run. Raises the errors of `EngineHandle.reach` for the run's own
         engines."""
         for engine in self._engines.values():
-            engine.published = max(engine.published, version)
+            engine.publications.newest = max(engine.publications.newest, version)
         # A guest that is still joining loads the newest version before it gets requests.
         serving = [engine for name, engine in self._engines.items() if engine.serves or name in self._own]
         await gather_or_cancel(*(self._guarded(engine, engine.reach(version)) for engine in serving))
@@ -399,12 +399,14 @@ class EnginePool:
         seconds keeps its last counters. None: it has `deadlines.answer`, and its counters are of no earlier moment than
         this call."""
         for engine in self._engines.values():
-            engine.notice_lag(self._lag, self.say)
+            engine.notice_lag(self._lag, self._say)
         if polls := [
-            engine.poll(anew=patience is None) for engine in self._engines.values() if engine.state is EngineState.UP
+            engine.counters.poll(anew=patience is None)
+            for engine in self._engines.values()
+            if engine.state is EngineState.UP
         ]:
             await asyncio.wait(polls, timeout=patience)
-        return [span for engine in self._all for span in engine.drain_spans()]
+        return [span for engine in self._all for span in engine.counters.drain_spans()]
 
     @property
     def _all(self) -> list[EngineHandle]:
@@ -413,24 +415,26 @@ class EnginePool:
     def counted(self, counter: Callable[[EngineHealth], float]) -> float:
         """Sum of a counter over all engines and their earlier processes, including engines that have left, as of the
         last poll. `counter`: returns it from a health reply."""
-        return sum(engine.counted(counter) for engine in self._all)
+        return sum(engine.counters.total(counter) for engine in self._all)
 
     def pressure(self) -> Pressure | None:
         """Load of the engines that take requests, as of the last poll, and number of completions preempted since the
         last call; None until an engine has reported."""
         before, self._preempted = self._preempted, self.counted(lambda health: health.preempted)
-        told = [one.health.needed for one in self._engines.values() if one.takes and one.health is not None]
+        counters = [one.counters.health for one in self._engines.values() if one.takes]
+        told = [health.needed for health in counters if health is not None]
         return Pressure(max(told), round(self._preempted - before), len(told)) if told else None
 
     def busy(self) -> dict[str, float]:
         """Busy seconds by engine, including its earlier processes and engines that have left, as of the last poll."""
-        return {engine.name: engine.counted(lambda health: health.busy_seconds) for engine in self._all}
+        return {engine.name: engine.counters.total(lambda health: health.busy_seconds) for engine in self._all}
 
     def generated(self) -> dict[str, int]:
         """Generated tokens by engine, including its earlier processes and engines that have left, as of the last
         poll."""
-        return {engine.name: round(engine.counted(lambda health: health.generated)) for engine in self._all}
+        return {engine.name: round(engine.counters.total(lambda health: health.generated)) for engine in self._all}
 
     def resident(self) -> dict[str, int]:
         """Resident memory in bytes by engine of the pool that has replied, as of the last poll."""
-        return {name: one.health.resident for name, one in self._engines.items() if one.health is not None}
+        counters = {name: engine.counters.health for name, engine in self._engines.items()}
+        return {name: health.resident for name, health in counters.items() if health is not None}
