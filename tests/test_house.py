@@ -33,6 +33,7 @@ CORE = ROOT / "packages" / "core" / law.PACKAGE
 ALL = [APPLICATION, *PACKAGES]
 EACH = pytest.mark.parametrize("package", ALL, ids=lambda package: package.name)
 LARGEST_LOOP = 75
+MOST_MODULES = 190
 HOUSE = law.read_house((ROOT / "docs" / "explanation" / "house.md").read_text(encoding="utf-8"))
 REFUSED = law.refused_words((ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8"))
 RECIPES = sorted((ROOT / "recipes").glob("*.toml"))
@@ -79,6 +80,7 @@ def laws_of(house: law.House, refused: frozenset[str], declared: Callable[[Path]
         "too_long": law.too_long,
         "by_wall_clock": law.by_wall_clock,
         "equal_digests": equal_digests,
+        "wide": wide,
     }
 
 
@@ -98,6 +100,24 @@ def equal_digests(package: Path) -> list[str]:
                 continue
             if any(map(_OF_A_DIGEST.search, map(ast.unparse, (node.left, *node.comparators)))):
                 found.append(f"{file.relative_to(package)}:{node.lineno}: {ast.unparse(node)}: digests `agree`")
+    return found
+
+
+#: Records that have the form of a file or a protocol: `inspect --json`, metrics.jsonl, OpenAI's Responses, a machine.
+OUTER_FORMS = frozenset({"Inspection", "StepMetrics", "ResponsesBody", "MachineProfile"})
+MOST_FIELDS = 25
+
+
+def wide(package: Path) -> list[str]:
+    """Classes that declare more than 25 fields, unless someone outside decides their form."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef) and node.name not in OUTER_FORMS:
+                fields = [one for one in node.body if isinstance(one, ast.AnnAssign)]
+                if len(fields) > MOST_FIELDS:
+                    place = f"{file.relative_to(package)}:{node.lineno}"
+                    found.append(f"{place}: {node.name} has {len(fields)} fields; a class has {MOST_FIELDS} at most")
     return found
 
 
@@ -146,7 +166,13 @@ def test_recipe_keys_and_commands_are_counted_and_only_fall() -> None:
     text = (ROOT / "docs" / "explanation" / "house.md").read_text(encoding="utf-8")
     keys = sum(line.startswith("| `") for line in recipe_table().splitlines())
     commands = len(app.registered_commands) + len(app.registered_groups)
-    assert f"A recipe has {keys} keys, the command line {commands} commands." in text
+    assert f"A recipe has {keys} keys, the command line {commands} commands, " in text
+
+
+def test_the_core_has_at_most_190_modules() -> None:
+    """A door of a folder (`__init__.py`) is none."""
+    modules = [path for path in law.sources(CORE) if path.name != "__init__.py"]
+    assert len(modules) <= MOST_MODULES, len(modules)
 
 
 def test_ten_files_tell_the_whole_story_in_3_000_lines() -> None:
@@ -293,6 +319,13 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {
     "equal_digests": [
         ("rewards/proof.py", "late = digest_of_tensor(one) != digest\n", "rewards/proof.py:1: digest_of_tensor(one)"),
         ("rewards/proof.py", "TensorDigest\nlate = a.checksum == b\n", "rewards/proof.py:2: a.checksum == b"),
+    ],
+    "wide": [
+        (
+            "rewards/record.py",
+            "class Verdict:\n" + "".join(f"    field_{number}: int\n" for number in range(26)),
+            "rewards/record.py:1: Verdict has 26 fields",
+        )
     ],
     "by_wall_clock": [("rewards/slow.py", "late = time.time() > 9\n", "rewards/slow.py:1: time.time may jump")],
     "heavy": [("rewards/learned.py", "from stretto.model import load\n", "rewards: importing it loads torch")],

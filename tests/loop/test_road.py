@@ -21,7 +21,7 @@ from stretto.engine.wire import EngineSpec
 from stretto.loop.conductor import Conductor
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.engines.roster import EngineState
+from stretto.loop.engines.state import EngineState
 from stretto.model.hf.build import build_policy
 from stretto.rollout.controller import Controller
 from tests.engine.answering import engine_of

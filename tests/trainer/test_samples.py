@@ -37,9 +37,8 @@ from stretto.core.records import (
 )
 from stretto.core.records import PROMPT as BEHIND_PROMPT
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
-from stretto.trainer.batch.minibatch import minibatch
+from stretto.trainer.batch.minibatch import minibatch, score_tokens
 from stretto.trainer.batch.samples import Sample, samples_of
-from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, OptimizerConfig, TrainerConfig
 from stretto.trainer.objective.advantages import Shaping
 from stretto.trainer.objective.aggregation import Aggregation

@@ -19,9 +19,8 @@ from stretto.core.records import Batch, StopReason
 from stretto.model.hf.layers import checkpoint_activations
 from stretto.model.kernels import TRAINING, use_onednn
 from stretto.model.packed.logprobs import PackedTokens, hidden_states
-from stretto.trainer.batch.minibatch import Minibatch
+from stretto.trainer.batch.minibatch import Minibatch, score_tokens
 from stretto.trainer.batch.paths import PathTokens
-from stretto.trainer.batch.scoring import score_tokens
 from stretto.trainer.config import CriticConfig, TrainerConfig
 from stretto.trainer.objective.returns import Column, Doubles
 from stretto.trainer.optimizer import Optimizer, OptimizerStep, learning_rate

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from stretto.core.records import Batch, Sampling
 from stretto.model.packed.logprobs import PackedTokens
 from stretto.trainer.adapters import without_adapters
-from stretto.trainer.batch.scoring import score_tokens
+from stretto.trainer.batch.minibatch import score_tokens
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.objective.returns import Doubles
 from stretto.trainer.optimizer import Learner, Policy

@@ -161,7 +161,6 @@ async def running_roles(
     recipe = plan.recipe
     with _endpoints(plan, folder, version) as endpoints:
         model, deadlines = folder.policy(0), recipe.deadlines
-        recovery = Recovery(folder, recipe.store.keep_checkpoints)
         engines = EnginePool(
             engine_specs(recipe, model, endpoints),
             folder.logs,
@@ -181,7 +180,7 @@ async def running_roles(
         trainer = TrainerLink(
             folder.role_log("trainer"),
             deadlines,
-            recovery,
+            Recovery(folder, recipe.store.keep_checkpoints),
             spawner=spawner,
             elsewhere=elsewhere,
             say=report,

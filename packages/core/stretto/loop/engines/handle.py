@@ -19,10 +19,8 @@ from stretto.core.tasks import gather_or_cancel
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.counters import EngineCounters
 from stretto.loop.engines.proving import Proving
-from stretto.loop.engines.publications import Publications
-from stretto.loop.engines.roster import EngineState
+from stretto.loop.engines.state import EngineCounters, EngineState, Publications
 from stretto.processes.role import ReplaceableProcess, RoleProcess
 from stretto.processes.spawn import Spawner
 from stretto.processes.supervisor import RestartBudget, Supervisor

@@ -29,8 +29,9 @@ from stretto.engine.wire import ENGINE_ROLE, EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.proving import Proving
-from stretto.loop.engines.roster import EngineState, Roster
+from stretto.loop.engines.roster import Roster
 from stretto.loop.engines.router import Router
+from stretto.loop.engines.state import EngineState
 from stretto.processes.channel import users_mistake
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.rollout.adaptive import Pressure

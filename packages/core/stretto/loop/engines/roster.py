@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from enum import Enum, auto
 
 import msgspec
 
 from stretto.store.totals import Membership
 
 _RUN_ENDED = "the run ended, and was resumed"
-
-
-class EngineState(Enum):
-    """State of an engine: DOWN ─► STARTING ─► UP ◄─► SUSPECTED. Any state may change to DOWN when the process ends, or
-    to LEAVING and then DOWN when the engine leaves the run."""
-
-    DOWN = auto()  # no process
-    STARTING = auto()  # loads its model and the newest version
-    UP = auto()  # takes requests
-    SUSPECTED = auto()  # a request broke off: no more requests until it replies or is replaced
-    LEAVING = auto()  # no requests; its open ones are aborted
 
 
 class Roster:

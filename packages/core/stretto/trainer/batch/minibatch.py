@@ -1,5 +1,5 @@
 """Minibatches: which sequences are computed together, and the tensors of one optimizer step, divided among ranks and
-micro-batches.
+micro-batches; and scores of a whole batch by a critic or a reference policy.
 
 What is computed together is decided by pure functions from lengths (tokens) to lists of indices.
 
@@ -9,7 +9,7 @@ Axes: N loss token, S sequence.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,12 +18,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stretto.core.records import Batch
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
-from stretto.trainer.batch.paths import as_column, trajectory_of
+from stretto.trainer.batch.paths import Ints, PathTokens, as_column, paths_of, trajectory_of
 from stretto.trainer.batch.samples import Sample, chosen_of, scored_of
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.objective.aggregation import Aggregation, coefficients
-from stretto.trainer.objective.returns import Column
+from stretto.trainer.objective.returns import Column, Doubles
 from stretto.trainer.objective.tokens import Sequences
 from stretto.trainer.ranks import ALONE, Ranks
 
@@ -231,3 +232,46 @@ def _chosen(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
         chosen.append(start + chosen_of(sample))
         start += len(scored_of(sample))
     return torch.from_numpy(np.concatenate(chosen)).to(device)
+
+
+@torch.no_grad()
+def score_tokens(
+    batch: Batch,
+    capacity: int,
+    device: torch.device,
+    evaluate: Callable[[PackedTokens], Tensor],
+    continues: Callable[[PathTokens], bool] = lambda _: False,
+    ranks: Ranks = ALONE,
+) -> dict[str, Doubles]:
+    """Scores of the own sampled tokens of each path, including tokens too old to be trained on, by path id. The result
+    is the same on every rank; all ranks must call it. Empty if no token was sampled.
+
+    `capacity`: most tokens of a forward pass. `device`: where `evaluate` computes; it returns one score per wanted
+    token. A path for which `continues` is true gets one score more, of the state after its last token. Raises
+    BoundViolated as `paths_of`."""
+    paths = [
+        path
+        for group in batch.groups
+        for trajectory in group.trajectories
+        for path in paths_of(group.prompt, trajectory)
+    ]
+    if not paths:
+        return {}
+    places = [np.append(one.places, np.int32(len(one.token_ids))) if continues(one) else one.places for one in paths]
+    divided = shares([len(path.token_ids) for path in paths], capacity, 1, ranks.shares)
+    own = [
+        evaluate(_packed_paths([paths[i] for i in pack], [places[i] for i in pack], device))
+        for pack in divided[ranks.share]
+    ]
+    numbers, _ = ranks.all_gather(torch.cat(own))
+    order = [i for share in divided for pack in share for i in pack]
+    parts = np.split(numbers.double().cpu().numpy(), np.cumsum([len(places[i]) for i in order])[:-1])
+    return {paths[i].id: part for i, part in zip(order, parts, strict=True)}
+
+
+def _packed_paths(paths: Sequence[PathTokens], places: Sequence[Ints], device: torch.device) -> PackedTokens:
+    """Pack paths for one forward pass. `places`: the positions in each path that get a score."""
+    prompts = None if device.type == "cuda" else [path.prompt_tokens for path in paths]
+    # After the last token any token is scored: a token more would have a position that learned positions may not have.
+    targets = [np.append(path.token_ids, np.int32(0))[wanted] for path, wanted in zip(paths, places, strict=True)]
+    return pack_tokens([path.token_ids for path in paths], places, device, prompts, targets)

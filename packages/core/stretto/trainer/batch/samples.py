@@ -27,7 +27,7 @@ from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.returns import Column, Doubles, Whole
 from stretto.trainer.objective.token_estimators import targets
 
-#: One number for each own sampled token of each path, by path id (`trainer.batch.scoring`).
+#: One number for each own sampled token of each path, by path id (`trainer.batch.minibatch`).
 TokenScores = Mapping[str, Column]
 NO_SCORES: TokenScores = MappingProxyType({})
 

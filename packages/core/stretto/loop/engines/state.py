@@ -1,0 +1,168 @@
+"""What the pool knows of one engine, whichever process it has: its state, the published versions that it has yet to
+load, its counters and time spans."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections import deque
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from enum import Enum, auto
+from typing import cast
+
+import msgspec
+
+from stretto.core.engine import Engine, EngineHealth
+from stretto.core.errors import DeadlineExceeded, EngineLost, WireError
+from stretto.core.events import Span
+from stretto.core.tasks import cancel_and_wait
+from stretto.processes.role import ReplaceableProcess
+
+_LOOK_SECONDS = 0.005
+
+
+class EngineState(Enum):
+    """State of an engine: DOWN ─► STARTING ─► UP ◄─► SUSPECTED. Any state may change to DOWN when the process ends, or
+    to LEAVING and then DOWN when the engine leaves the run."""
+
+    DOWN = auto()  # no process
+    STARTING = auto()  # loads its model and the newest version
+    UP = auto()  # takes requests
+    SUSPECTED = auto()  # a request broke off: no more requests until it replies or is replaced
+    LEAVING = auto()  # no requests; its open ones are aborted
+
+
+class Publications:
+    """What is in the mailbox for one engine.
+
+    Attributes:
+        newest: newest version in the mailbox (-1: none); the engine loads it as soon as it can.
+    """
+
+    def __init__(self, interval: float) -> None:
+        """`interval`: least seconds between two loads (`engine.load_interval`)."""
+        self.newest = -1
+        self._interval = interval
+        self._missing = deque[tuple[int, float]]()  # (version to load, time of its publication)
+        self._loaded = -math.inf  # time of the last load
+        self._news = asyncio.Event()
+        self._awaited = 0  # requests that wait until the engine has loaded a version
+
+    def publish(self, version: int, served: int | None) -> None:
+        """Note that `version` is the newest in the mailbox now. `served`: version that the engine serves; None: it is
+        down, and will start with the newest one."""
+        self.newest = version
+        if served is not None and served < version:
+            self._missing.append((version, asyncio.get_running_loop().time()))
+        self._news.set()
+
+    def look_again(self) -> None:
+        """Let `news` return: a version may have been published while the engine could load none."""
+        self._news.set()
+
+    async def news(self, requests: Collection[str]) -> None:
+        """Wait until the engine may load a version that has been published since the last call: not before `interval`
+        seconds after its last load, unless it has no `requests` left, or `awaited` is entered."""
+        await self._news.wait()
+        due = self._loaded + self._interval
+        while requests and not self._awaited and (early := due - asyncio.get_running_loop().time()) > 0:
+            await asyncio.sleep(min(early, _LOOK_SECONDS))
+        self._news.clear()
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Context manager: meanwhile the engine need not wait for `interval`, since a request waits for a version."""
+        self._awaited += 1
+        try:
+            yield
+        finally:
+            self._awaited -= 1
+
+    def loaded(self) -> None:
+        """Note that the engine has loaded a version now."""
+        self._loaded = asyncio.get_running_loop().time()
+
+    def serves(self, version: int | None) -> None:
+        """Note which version the engine serves: older ones, and itself, are missing no longer. None: it is down, and
+        none is missing."""
+        while self._missing and (version is None or self._missing[0][0] <= version):
+            self._missing.popleft()
+
+    @property
+    def missing(self) -> bool:
+        """Whether a version was published that the engine, which serves, has not loaded."""
+        return bool(self._missing)
+
+    def late(self, seconds: float) -> int | None:
+        """Oldest missing version if it was published more than `seconds` (plus the interval) ago, else None."""
+        if not self._missing:
+            return None
+        version, since = self._missing[0]
+        return version if asyncio.get_running_loop().time() - since > seconds + self._interval else None
+
+
+class EngineCounters:
+    """Counters of one engine, summed over all of its processes, and its time spans.
+
+    Attributes:
+        health: counters of the present process, as of the last poll; None before the first.
+    """
+
+    def __init__(self, name: str, client: Engine, process: ReplaceableProcess) -> None:
+        """`name`: of the engine, for its spans. `client`: asks it. `process`: converts its clock to the conductor's."""
+        self.health: EngineHealth | None = None
+        self._name, self._client, self._process = name, client, process
+        self._earlier: list[EngineHealth] = []  # last counters of earlier processes
+        self._ended = 0  # number of processes that were retired
+        self._spans: list[Span] = []
+        self._poll: asyncio.Task[None] | None = None
+
+    def retire(self) -> None:
+        """Keep the last counters of the process, which has ended or is of no use any more. Tokens of its unfinished
+        completions now count as wasted. A reply of it that comes later is ignored."""
+        if (last := self.health) is not None:
+            self._earlier.append(msgspec.structs.replace(last, wasted=last.wasted + last.unfinished, unfinished=0))
+        self.health = None
+        self._ended += 1
+
+    def poll(self, *, anew: bool = False) -> asyncio.Task[None]:
+        """Fetch the counters and spans in a task, which is returned; it sets `health`, or changes nothing if the engine
+        does not reply. A later call returns the same task until the reply has come, so a caller that stops waiting
+        loses nothing. `anew`: return a task that asks again after that reply, which may be of a moment before this
+        call."""
+        before = self._poll
+        if before is None or before.done():
+            self._poll = asyncio.create_task(self._fetch())
+        elif anew:
+            self._poll = asyncio.create_task(self._fetch(before))
+        return cast("asyncio.Task[None]", self._poll)
+
+    async def _fetch(self, before: asyncio.Task[None] | None = None) -> None:
+        if before is not None:
+            await before
+        asked = self._ended
+        with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):  # no news: a measurement ends no run
+            health = await self._client.health()
+            if asked == self._ended:  # else the counters are those of a process that is gone
+                self.health = health
+            spans = await self._client.spans()
+            # Read after the wait: spans may have been drained during it. All are its own, whatever it calls them.
+            shifted = (span.shifted(self._process.clock_offset) for span in spans)
+            self._spans += [msgspec.structs.replace(span, role=self._name) for span in shifted]
+
+    async def close(self) -> None:
+        """Cancel a poll that is still open."""
+        if self._poll is not None:
+            await cancel_and_wait([self._poll])
+
+    def drain_spans(self) -> list[Span]:
+        """Return the spans fetched since the last call, and forget them."""
+        spans, self._spans = self._spans, []
+        return spans
+
+    def total(self, counter: Callable[[EngineHealth], float]) -> float:
+        """Sum of a counter over all processes of the engine, as of the last poll; 0 before the first. `counter`:
+        returns it from a health reply."""
+        return sum(counter(health) for health in (self.health, *self._earlier) if health is not None)
