@@ -1,6 +1,8 @@
 """Packages can be installed one by one.
 
-- The core, with kernels and verify and nothing else of stretto, trains recipes/arithmetic.toml.
+- Each wheel has every file of its package.
+- The wheels of core, kernels and verify, and nothing else of stretto, train recipes/arithmetic.toml.
+- The wheels that `pip install stretto` brings train the recipe that comes with them, and say which extra has the rest.
 - What asks for a package that is missing is refused before anything starts, with the key and the extra to install; a
   name of `import stretto`, when it is imported.
 - A package of another version than the core's is refused by name, with both versions.
@@ -9,9 +11,13 @@
 import json
 import os
 import re
+import shutil
 import subprocess
+import sys
 import tomllib
 import venv
+import zipfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -62,16 +68,58 @@ print(json.dumps([steps, [name for name in others if importlib.util.find_spec(f"
 """
 
 
+BUILD = """
+import os, sys
+from setuptools.build_meta import build_wheel
+wheels, *folders = sys.argv[1:]
+for folder in folders:
+    os.chdir(folder)
+    build_wheel(wheels)
+"""
+SOURCES = ("packages", "application", "recipes", "pyproject.toml", "README.md", "LICENSE")
+#: Runs the program `stretto` as its wheel declares it.
+COMMAND = "from importlib.metadata import entry_points; entry_points(group='console_scripts')['stretto'].load()()"
+
+
 @pytest.fixture(scope="module")
-def core_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that has core, kernels, verify and third parties, and no more of stretto."""
-    folder = tmp_path_factory.mktemp("core-alone")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, zipfile.ZipFile]:
+    """The wheel of each package, by its name in Python."""
+    folder, copy = tmp_path_factory.mktemp("wheels"), tmp_path_factory.mktemp("sources")
+    for name in SOURCES:  # what a build leaves behind stays in the copy
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info", "build")
+            )
+        else:
+            shutil.copy(ROOT / name, copy)
+    folders = [copy, *(copy / path.parent.relative_to(ROOT) for path in PACKAGES)]
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD, folder, *folders], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert built.returncode == 0, built.stderr[-2000:]
+    names = {"stretto_core": "stretto", "stretto": "stretto_app"}
+    found = {path.name.partition("-")[0]: zipfile.ZipFile(path) for path in folder.glob("*.whl")}
+    return {names.get(name, name): wheel for name, wheel in found.items()}
+
+
+def installed(folder: Path, wheels: Sequence[zipfile.ZipFile]) -> Path:
+    """The interpreter of a new environment that has these wheels and third parties, and no more of stretto."""
     venv.create(folder, with_pip=False, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
+    for wheel in wheels:
+        wheel.extractall(site)
+    for data in site.glob("*.data/data"):
+        shutil.copytree(data, folder, dirs_exist_ok=True)
     others = Path(torch.__file__).parents[1]  # read from a .pth file, its own .pth files add nothing
-    found = [ROOT / "packages" / "core", ROOT / "packages" / "kernels", ROOT / "packages" / "verify", others]
-    (site / "packages.pth").write_text("".join(f"{path}\n" for path in found))
+    (site / "third_parties.pth").write_text(f"{others}\n")
     return folder / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def core_alone(wheels: dict[str, zipfile.ZipFile], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has core, kernels and verify, and no more of stretto."""
+    of_core = [wheels[name] for name in ("stretto", "stretto_kernels", "stretto_verify")]
+    return installed(tmp_path_factory.mktemp("core-alone"), of_core)
 
 
 def ask(python: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -80,6 +128,45 @@ def ask(python: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str
     return subprocess.run(
         [str(python), *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
     )
+
+
+def test_a_wheel_has_every_file_of_its_package(wheels: dict[str, zipfile.ZipFile]) -> None:
+    folders = {path.name: path for path in (ROOT / "packages").glob("*/stretto*") if (path / "__init__.py").is_file()}
+    folders["stretto_app"] = ROOT / "application" / "stretto_app"
+    assert wheels.keys() == folders.keys()
+    for name, folder in folders.items():
+        files = {str(path.relative_to(folder.parent)) for path in folder.rglob("*") if path.is_file()}
+        files = {file for file in files if "__pycache__" not in file}
+        packed = {file for file in wheels[name].namelist() if not re.match(r"[\w.]+-[\d.]+\.(dist-info|data)/", file)}
+        assert packed == files, name
+
+
+@pytest.fixture(scope="module")
+def application(wheels: dict[str, zipfile.ZipFile], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has what `pip install stretto` brings, and no more of stretto."""
+    wanted = project_of(ROOT / "pyproject.toml")["dependencies"]
+    brought = [line.partition("==")[0].replace("-", "_") for line in wanted if line.startswith("stretto-")]
+    names = ["stretto_app", *("stretto" if name == "stretto_core" else name for name in brought)]
+    return installed(tmp_path_factory.mktemp("application"), [wheels[name] for name in names])
+
+
+def test_what_pip_install_stretto_brings_says_which_extra_has_the_rest(application: Path, tmp_path: Path) -> None:
+    refused = ask(application, tmp_path, "-c", COMMAND, "plan", str(recipe_of(application)))
+    assert refused.returncode == 2
+    assert "stretto-foresight, which is not installed; pip install 'stretto[foresight]'" in refused.stderr
+
+
+@pytest.mark.long  # the core's wheels train the same recipe each day
+def test_what_pip_install_stretto_brings_trains_the_recipe_of_the_demo(application: Path, tmp_path: Path) -> None:
+    small = [f"{key}={value}" for key, value in SMALL.items()]
+    done = ask(application, tmp_path, "-c", COMMAND, "train", str(recipe_of(application)), "--run-dir", "run", *small)
+    assert done.returncode == 0, done.stderr
+    assert "held-out accuracy of version 2" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def recipe_of(python: Path) -> Path:
+    """The recipe of the demo that was installed in the environment of an interpreter."""
+    return python.parents[1] / "share" / "stretto" / "recipes" / "arithmetic.toml"
 
 
 def test_the_core_alone_trains_the_recipe_of_the_demo(core_alone: Path, tmp_path: Path) -> None:
@@ -137,9 +224,15 @@ def test_a_missing_package_is_refused_with_its_extra_and_another_version_with_bo
     assert versions in told('engine.kind="vllm"')
 
 
+def project_of(file: Path) -> dict[str, Any]:
+    """The table `project` of a pyproject.toml."""
+    project: dict[str, Any] = tomllib.loads(file.read_text())["project"]
+    return project
+
+
 def test_all_packages_have_one_version_and_depend_on_exactly_this_one() -> None:
     for file in [ROOT / "pyproject.toml", *PACKAGES]:
-        project: dict[str, Any] = tomllib.loads(file.read_text())["project"]
+        project = project_of(file)
         assert project["version"] == stretto.__version__, file
         extras = [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
         for line in [*project["dependencies"], *extras]:
