@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others test-gpu tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify test-workflows test-kernels core-learning core-rest test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
+.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others test-gpu tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify test-workflows test-kernels core-learning core-rest test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types types-darwin tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -39,6 +39,9 @@ lint: .venv/ready-test
 
 types: .venv/ready-test
 	nice $(RUN) mypy
+
+types-darwin: .venv/ready-test  ## the types of core, verify and report, as they are on a Mac
+	$(RUN) mypy --platform darwin --cache-dir .cache/mypy-darwin $(addprefix packages/,core verify report)
 
 # Three processes: two cores are what has to be there, a run of its own has several processes already, and tests wait now
 # and then. Each has rooms of its own, about as long as those of the others: workers of xdist would each collect all.
