@@ -2,15 +2,34 @@
 
 - The committed build is the one of the committed sources, and its page names files that are there.
 - It is less than 200 kB, has nothing inline, names nothing of another host, has the licences of what is bundled.
+- The types of its sources have the fields of the records that it shows, and allow what these may hold.
 - The sentences below the curves are those of docs/reference/metrics.md, of every family of series.
 """
 
 import hashlib
 import json
 import re
+import types
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import msgspec
+import pytest
+
+from stretto.store.totals import Membership
+from stretto_report.audit.evidence import Alarm
 from stretto_report.watch.index.steps import _MAPS, _NUMBERS, DERIVED
+from stretto_report.watch.index.timeline import Tiles
+from stretto_report.watch.runs.catalog import BranchLine
+from stretto_report.watch.runs.comparing import OneToken
+from stretto_report.watch.runs.health import Health, PromptCount
+from stretto_report.watch.runs.questions import Repeats
+from stretto_report.watch.runs.run import RunSummary
+from stretto_report.watch.runs.table import Page, TableRow
+from stretto_report.watch.runs.training import TrainingSums
+from stretto_report.watch.runs.trajectory import LifeEvent, ShownGroup, ShownSegment, TokenColumns
+from stretto_report.watch.web.replay import ReplayState
 
 ROOT = Path(__file__).parent.parent.parent
 WEB = ROOT / "web"
@@ -114,3 +133,65 @@ def test_the_sentences_below_the_curves_are_those_of_the_page_of_metrics() -> No
     families = {"queues", "busy", "memory", "rewards", "canary"}
     assert sentences.keys() >= families | {"reward", "staleness_mean", "trainer.loss", "trainer.behavior_logprob_error"}
     assert [name for name, one in sentences.items() if f"{one['sentence']} | {one['unit']}".rstrip() not in page] == []
+
+
+#: The record that the server sends for a type of web/src/data/api.ts.
+RECORDS: dict[str, type[msgspec.Struct]] = {
+    "Alarm": Alarm,
+    "AskedPrompt": PromptCount,
+    "Branch": BranchLine,
+    "DiffToken": OneToken,
+    "EngineLine": Membership,
+    "Group": ShownGroup,
+    "Health": Health,
+    "LifeEvent": LifeEvent,
+    "Repeats": Repeats,
+    "Replay": ReplayState,
+    "RunLine": RunSummary,
+    "Segment": ShownSegment,
+    "Tiles": Tiles,
+    "TokenColumns": TokenColumns,
+    "TrainingSums": TrainingSums,
+    "TrajectoryLine": TableRow,
+    "TrajectoryPage": Page,
+}
+ALIASES = {"Column": "list", "States": "object"}
+
+
+def kinds_in_the_browser(told: str) -> set[str]:
+    """What a value of this type is in JSON: string, number, boolean, null, list, object."""
+    found = set()
+    for part in re.split(r" \| (?![^{(\[]*[})\]])", told.partition(" //")[0]):
+        quoted, is_list = part.startswith("'"), part.endswith("]")
+        plain = part in ("string", "number", "boolean", "null")
+        found.add("string" if quoted else "list" if is_list else part if plain else ALIASES.get(part, "object"))
+    return found
+
+
+def kinds_in_a_record(annotation: Any) -> set[str]:
+    """The same, of a field of a record."""
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return {kind for one in get_args(annotation) for kind in kinds_in_a_record(one)}
+    if origin is Literal:
+        return {"string"}
+    kind = origin or annotation
+    if kind in (Any, msgspec.Raw):  # another reader says what it holds
+        return set()
+    if kind is type(None):
+        return {"null"}
+    if issubclass(kind, Mapping | msgspec.Struct):
+        return {"object"}
+    return {{str: "string", bool: "boolean", int: "number", float: "number"}.get(kind, "list")}
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_pages_know_what_a_field_of_a_record_may_hold(name: str) -> None:
+    source = (WEB / "src" / "data" / "api.ts").read_text(encoding="utf-8")
+    [body] = re.findall(rf"^export interface {name} {{\n(.*?)^}}", source, re.MULTILINE | re.DOTALL)
+    told = {field: kinds_in_the_browser(kind) for field, kind in re.findall(r"^  (\w+): (.*)$", body, re.MULTILINE)}
+    record, hints = RECORDS[name], get_type_hints(RECORDS[name])
+    names = zip(record.__struct_encode_fields__, record.__struct_fields__, strict=True)
+    sent = {encoded: kinds_in_a_record(hints[field]) for encoded, field in names}
+    assert told.keys() == sent.keys()
+    assert {field: kinds - told[field] for field, kinds in sent.items() if kinds - told[field]} == {}
