@@ -1,4 +1,4 @@
-"""What a layer's attention computes."""
+"""The attention of a layer: its settings, as kernels need them."""
 
 from __future__ import annotations
 

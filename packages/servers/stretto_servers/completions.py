@@ -120,8 +120,8 @@ class OpenCompletion:
 
     @property
     def whole(self) -> str:
-        """Why the completion has ended by its tokens alone: "stop" after a stop token or text, "length" at the limit;
-        "" if it goes on. A pause of the server may be faster than the news of this end."""
+        """Reason why the completion has ended by its tokens alone: "stop" after a stop token or text, "length" at the
+        limit; "" if it goes on. A pause of the server may be faster than the news of this end."""
         if self.stopped or (self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids):
             return "stop"
         return "length" if len(self.token_ids) >= self.limit else ""

@@ -1,4 +1,4 @@
-"""What a server of weights and a mirror exchange beside a publication's bytes."""
+"""Messages that a server of weights and a mirror exchange beside a publication's bytes."""
 
 from __future__ import annotations
 

@@ -435,7 +435,7 @@ def described(error: OSError) -> str:
 
 
 def folder_fault(path: Path) -> str:
-    """Why a path is no folder that can be looked into, such as "no such folder"; "" if it is one."""
+    """Return why a path is no folder that can be looked into, such as "no such folder"; "" if it is one."""
     try:
         return "" if stat.S_ISDIR(path.stat().st_mode) else "is a file"
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a NUL, or what no file name can hold

@@ -106,7 +106,7 @@ class BestPolicy:
 
     @property
     def why(self) -> str:
-        """Why the run should end; empty while it should go on."""
+        """Reason why the run should end; empty while it should go on."""
         if self._goal and self._reached >= self._goal_holds:
             return f"accuracy {self._goal:g} reached in {self._reached} evaluations in a row (evaluation.goal)"
         if self._patience and self._since >= self._patience and self._best is not None:
@@ -421,7 +421,7 @@ class Evaluations:
 
     @property
     def why(self) -> str:
-        """Why training should stop early (`BestPolicy.why`); empty: it should not."""
+        """Reason why training should stop early (`BestPolicy.why`); empty: it should not."""
         return self._best.why if self._best is not None else ""
 
     def keeps(self, update: Update) -> bool:

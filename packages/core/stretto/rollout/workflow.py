@@ -1,4 +1,4 @@
-"""What a run without workflows knows of them: their settings, requirements and questions."""
+"""Settings, requirements and questions of workflows, as a run without workflows knows them too."""
 
 from __future__ import annotations
 

@@ -92,7 +92,8 @@ def _kind(path: Path) -> str | None:
 
 
 def _record(path: Path) -> str | None:
-    """What a path is to the run in whose folder it is ("a record of the run RUN"); None if it is no record of a run."""
+    """Return what a path is to the run in whose folder it is ("a record of the run RUN"); None if it is no record of a
+    run."""
     for folder in path.parents:
         if path.relative_to(folder).parts[0] in RECORDS and any((folder / name).exists() for name in _OF_A_RUN):
             return f"a record of the run {folder}"

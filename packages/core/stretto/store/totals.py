@@ -1,4 +1,4 @@
-"""What the work of a run came to. Its conductor writes totals, judged completions and engines to the ledger; from these
+"""Sums of the work of a run. Its conductor writes totals, judged completions and engines to the ledger; from these
 follows the goodput budget, which puts each token and each second of a run into exactly one category
 (docs/reference/metrics.md).
 

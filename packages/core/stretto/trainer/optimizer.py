@@ -199,7 +199,7 @@ class Optimizer:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters are."""
+        """Device of the parameters."""
         return next(self.trained.parameters()).device
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:

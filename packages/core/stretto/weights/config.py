@@ -29,8 +29,8 @@ class WeightsConfig(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class Route:
-    """Where weights must go. `engines`: the recipe's `engine.kind`. `elsewhere`: whether an engine runs, or may join
-    later, on another machine than the trainer's."""
+    """Places that weights must reach. `engines`: the recipe's `engine.kind`. `elsewhere`: whether an engine runs, or
+    may join later, on another machine than the trainer's."""
 
     engines: str
     elsewhere: bool

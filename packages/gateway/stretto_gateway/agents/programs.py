@@ -35,7 +35,8 @@ class ProgramExit:
 
     @property
     def failure(self) -> str:
-        """Why the program failed: its exit code or signal, and its last line of output. "" if it ended with code 0."""
+        """Reason why the program failed: its exit code or signal, and its last line of output. "" if it ended with code
+        0."""
         if not self.code:
             return ""
         how = f"was ended by signal {self.code - 128}" if self.code > 128 else f"ended with exit code {self.code}"

@@ -205,7 +205,7 @@ class _Product(NamedTuple):
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What must be equal of products that become one."""
+        """Key of a product: products with equal keys become one."""
         return self.weight.dtype, self.weight.device, self.bias is None
 
 

@@ -40,7 +40,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
 
 @dataclass(frozen=True)
 class _Layer:
-    """What a layer's two parts need beside parameters."""
+    """Inputs of a layer's two parts beside parameters."""
 
     heads: int
     kv_heads: int

@@ -124,7 +124,7 @@ class _Writer:
             raise _UnknownCallError("the last call is no product")
 
     def laid_out(self) -> tuple[dict[int, int], int]:
-        """Where each value is in the program's memory, in numbers per token, and their sum. Values of one width share
+        """Place of each value in the program's memory, in numbers per token, and their sum. Values of one width share
         memory if one is used only after the other's last use."""
         offsets: dict[int, int] = {}
         free: dict[int, list[int]] = defaultdict(list)

@@ -1,6 +1,5 @@
-"""What a run's records must hold by their format and by its recipe. What is absent is named: a law that reads a record
-finds no breach in one that is not there.
-"""
+"""Check that a run's records hold what their format and its recipe demand. What is absent is named: a law that reads a
+record finds no breach in one that is not there."""
 
 from __future__ import annotations
 

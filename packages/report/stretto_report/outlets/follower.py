@@ -91,7 +91,7 @@ class LinesRead(Record, frozen=True):
 
 
 class Cursor(Record, frozen=True):
-    """What a tool has received of a run. The file of the cursor is written after each portion.
+    """Position of a tool in a run: what it has received. The file of the cursor is written after each portion.
 
     `project`: in the tool; "": not recorded. `run`: run id in the tool; "": no run was created. `began`: Unix time when
     the run began. `sent`: newest step of each curve. `points`: number of points sent. `tabled`: step of the newest

@@ -215,7 +215,7 @@ def tar_of(files: Mapping[str, Path]) -> tuple[int, Iterator[bytes]]:
 
 
 def _shown(rows: list[CheckpointRow]) -> list[CheckpointRow]:
-    """Those with a name that have not expired."""
+    """Checkpoints with a name that have not expired."""
     return [
         row
         for row in rows

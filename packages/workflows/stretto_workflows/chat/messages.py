@@ -135,7 +135,7 @@ class SampledTurn(Record, frozen=True):
 
 
 class Match(enum.Enum):
-    """How well two messages match, from best to worst. EQUAL_AS_JSON: the arguments of calls differ in spelling
+    """Degree to which two messages match, from best to worst. EQUAL_AS_JSON: the arguments of calls differ in spelling
     only."""
 
     EQUAL = "equal"

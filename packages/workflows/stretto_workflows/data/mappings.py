@@ -36,7 +36,7 @@ _STARTER = "\n\nComplete this code:\n```python\n{}\n```"
 
 @dataclass(frozen=True)
 class Mapped:
-    """How to get `prompt`, `answer` and possibly `demonstration` from the rows of one dataset.
+    """Mapping of the rows of one dataset to `prompt`, `answer` and possibly `demonstration`.
 
     `of`: called with a row and its place ("rows.jsonl:7"), for errors; returns a function for each of these keys, which
     makes its value. `reward`: built-in reward for these gold answers. `distinct`: the dataset repeats its rows, and

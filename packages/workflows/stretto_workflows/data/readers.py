@@ -69,7 +69,7 @@ def reachable_or_cached(place: str) -> Iterator[str]:
 
 
 def _fault(address: str) -> str:
-    """Why nothing answers at an address, or at the proxy that is set for it; "" if something answers."""
+    """Reason why nothing answers at an address, or at the proxy that is set for it; "" if something answers."""
     parts = urlsplit(address)
     passed_by = proxy_bypass(parts.hostname or "")
     proxy = None if passed_by else getproxies().get(parts.scheme)

@@ -1,5 +1,5 @@
-"""What packages beside the core bring to a run: its machines, which are this machine alone or also others, and the
-workflow of the run and of its evaluations: worker processes, or a gateway for agents."""
+"""Parts that packages beside the core bring to a run: its machines, which are this machine alone or also others, and
+the workflow of the run and of its evaluations: worker processes, or a gateway for agents."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What the pool knows of one engine, whichever process it has: its state, the published versions that it has yet to
-load, its counters and time spans."""
+"""State of one engine, whichever process it has; the published versions that it has yet to load; its counters and time
+spans."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class EngineState(Enum):
 
 
 class Publications:
-    """What is in the mailbox for one engine.
+    """Versions in the mailbox, as one engine follows them.
 
     Attributes:
         newest: newest version in the mailbox (-1: none); the engine loads it as soon as it can.

@@ -145,7 +145,7 @@ class TableSteps:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where the rows of a step are kept, for comparison."""
+    """Slots of the rows of a step, for comparison."""
 
     rows: int  # with padding rows
     addresses: list[list[int]]  # `Bucket.addresses` of each bucket, a new list after a reallocation

@@ -95,7 +95,7 @@ class Grammars:
 
     @cached_property
     def problem(self) -> str:
-        """Why grammars cannot be used with this tokenizer, in words; "" if they can."""
+        """Reason why grammars cannot be used with this tokenizer, in words; "" if they can."""
         if not _INSTALLED:
             return "the package llguidance is not installed: pip install 'stretto[grammars]'"
         try:

@@ -110,7 +110,7 @@ class _Stranger:
 
     @property
     def idle_since(self) -> float:
-        """When it was last seen to be busy, or got its last reply, in seconds of `time.monotonic`."""
+        """Time at which it was last seen to be busy, or got its last reply, in seconds of `time.monotonic`."""
         return self.since if self.protocol is None else max(self.since, self.protocol.answered_at)
 
 

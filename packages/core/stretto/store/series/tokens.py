@@ -33,7 +33,7 @@ _COLUMNS = {"trainer_logprob": np.float32, "ratio": np.float32, "advantage": np.
 
 
 class TokenOutcome(IntFlag):
-    """How the loss treated a sampled token. 0: not at all, since the token was too old."""
+    """Treatment of a sampled token by the loss. 0: none, since the token was too old."""
 
     IN_LOSS = 1
     BOUNDED = 2  # the loss clipped or bounded it; counted by `clip_fraction`

@@ -41,7 +41,7 @@ class Pieces:
 
     @property
     def why_numbers(self) -> str | None:
-        """Why tokens are shown as ids, in words; None if they are not. Loads the tokenizer."""
+        """Reason why tokens are shown as ids, in words; None if they are not. Loads the tokenizer."""
         if self._tokenizer() is not None:
             return None
         return self.fault or f"{_TOKENIZER}: no policy of the run has one; {_NUMBERS}"

@@ -1,4 +1,4 @@
-"""What is said of an answer behind it: where it is attained, for which n it holds, to how many places it is rounded."""
+"""Conditions behind an answer: where it is attained, for which n it holds, to how many places it is rounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Why a completion in mathematics is wrong, in one sentence: its final answer as read, and that of the gold text."""
+"""Reason why a completion in mathematics is wrong, in one sentence: its final answer as read, and that of the gold
+text."""
 
 from __future__ import annotations
 
