@@ -129,7 +129,7 @@ def _narrowed(
 
 @kernel
 def _wanted(settings_R5: tl.tensor, row: tl.tensor, size: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Wish of a filter of a row: a number of tokens, or minus a share of their weight. 0: it has no such filter."""
+    """Setting of a row's filter: a number of tokens, or minus a share of their weight. 0: it has no such filter."""
     if COUNT:
         wanted = tl.minimum(tl.load(settings_R5 + row * 5 + 2), size.to(tl.float64))
     else:
