@@ -160,8 +160,7 @@ def ground(
     config = TrainerConfig(steps=1, dtype=trained, lora=LoraConfig(rank=4, alpha=16) if lora else None)
     if config.lora is not None:
         adapt(policy, config.lora)
-    trainer = Trainer(policy, config, AlgorithmConfig())
-    trainer.evidence = "uninterrupted" if on_update == "keep" else "all"
+    trainer = Trainer(policy, config, AlgorithmConfig(), evidence="uninterrupted" if on_update == "keep" else "all")
     engine_config = EngineConfig(slots=8, cache_gib=0.05, dtype=dtype, on_update=on_update)
     engine = NativeEngine.load(model, engine_config, name="engine-0")
     memory, held = tmp_path / "memory", getattr(torch, dtype)

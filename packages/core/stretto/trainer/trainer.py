@@ -71,6 +71,7 @@ class Trainer:
         critic: Critic | None = None,
         ranks: Ranks = ALONE,
         sink: TokenSink | None = None,
+        evidence: Evidence = "all",
     ) -> None:
         """Every rank has a trainer; all must call the same methods with the same arguments.
 
@@ -82,6 +83,7 @@ class Trainer:
                 its own reference to the initial policy; then None.
             critic: required if the algorithm has a critic, otherwise None.
             sink: receives the per-token results of the steps that it keeps; None: they are not kept.
+            evidence: tokens by which engines are judged.
 
         Raises:
             ValueError: a reference or critic is missing, or is given without need.
@@ -99,8 +101,7 @@ class Trainer:
         in_reward = algorithm.divergence("reward") is not None
         self._gradients = Gradients(self.learner, algorithm, None if in_reward else reference)
         self._in_reward = reference if in_reward else None
-        self._longest = sampling.max_tokens
-        self.evidence: Evidence = "all"  #: tokens by which engines are judged
+        self._longest, self._evidence = sampling.max_tokens, evidence
         self._spans: list[Span] = []
         self._publication = Publication(dict)  # of the last version that was copied
         self._text: tuple[Sequence[int], PackedTokens] | None = None  # of the last canary; a run has one text
@@ -123,7 +124,7 @@ class Trainer:
         began = time.monotonic()
         values = self._critic.token_values(batch) if self._critic else NO_SCORES
         reference = self._in_reward.token_logprobs(batch) if self._in_reward else NO_SCORES
-        sampled = samples_of(batch, self._algorithm, self._longest, values, reference, self.evidence)
+        sampled = samples_of(batch, self._algorithm, self._longest, values, reference, self._evidence)
         samples = sampled.samples
         if sampled.kl_reference is not None:
             meter.kl_in_reward(sampled.kl_reference)

@@ -99,11 +99,17 @@ class TrainerRole:
         algorithm = AlgorithmConfig.model_validate_json(spec.algorithm)
         reference, critic = self._reference(algorithm, config), self._critic(algorithm, config)
         sink = TokenWriter(spec.tokens, ranks.rank) if spec.tokens is not None else None
-        trainer = Trainer(
-            model, config, algorithm, spec.sampling, reference=reference, critic=critic, ranks=ranks, sink=sink
+        return Trainer(
+            model,
+            config,
+            algorithm,
+            spec.sampling,
+            reference=reference,
+            critic=critic,
+            ranks=ranks,
+            sink=sink,
+            evidence=spec.evidence,
         )
-        trainer.evidence = spec.evidence
-        return trainer
 
     def _memory_named(self, doing: str) -> AbstractContextManager[None]:
         return memory_named(f"rank {self._ranks.rank}{self._where}", self._spec.gpus, self._gpu, doing)
