@@ -25,6 +25,7 @@ from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.model.truncation import Truncation, truncate
 from tests.engine.answering import engine_of, shaken, weights
 from tests.engine.byte_policy import VOCABULARY, generated
+from tests.engine.serving import served
 from tests.tolerances import EXACT, LOGITS
 
 SCHEMA = {
@@ -201,6 +202,19 @@ async def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(byte_folde
     assert broken.refusal.field == "sampling.grammar"
     assert [one.request for one in ended] == ["free"]
     generation.engine.check_integrity()
+
+
+async def test_a_grammar_that_fails_on_the_way_leaves_nothing_of_what_was_sent_with_it(
+    byte_folder: Path, tmp_path: Path
+) -> None:
+    """Both requests of one call share a stream, which the refusal of the first one ends."""
+    engine = engine_of(byte_folder)
+    async with served(engine, tmp_path / "e.sock") as client:
+        with pytest.raises(RefusedRequest, match=r"sampling\.grammar"):
+            async for _ in client.generate(asked('start: "ab<s>"', (1,)), asked("", (5,), "beside")):
+                pass
+        assert [one.request async for one in client.generate(asked("", (5,), "next", max_tokens=99))] == ["next"]
+        assert engine.health().unfinished == 0
 
 
 def test_what_cannot_go_on_is_refused_by_its_field(byte_engine: NativeEngine) -> None:

@@ -178,6 +178,10 @@ class NativeEngine:
             check_grammar(request, self.grammars)
         self._scheduler.add(request)
 
+    def is_open(self, request_id: str) -> bool:
+        """Whether a completion of the request with this id waits or runs."""
+        return self._scheduler.is_open(request_id)
+
     def abort(self, request_id: str) -> None:
         """Drop a request and its unfinished completions; unknown ids are ignored."""
         self._wasted += self._ended.pop(request_id, 0)

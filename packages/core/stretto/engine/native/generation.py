@@ -221,6 +221,7 @@ class Generation:
         self._by_token.discard(request)
         if listener is not None and listener.missing:
             listener.break_off()
+        if listener is not None and self.engine.is_open(request):  # a refused stream misses nothing more
             self.engine.abort(request)
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
