@@ -2,11 +2,13 @@
 a stream of bytes that is no HTTP, or no engine's, or that ends nowhere, is a named error."""
 
 import asyncio
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -118,3 +120,18 @@ async def test_a_connection_that_was_closed_meanwhile_is_not_used_again(tmp_path
         for _ in range(3):
             assert await client.spans() == []
             await asyncio.sleep(0.02)  # the far end hangs up
+
+
+@pytest.mark.parametrize("name", ["two.test", "a..b"], ids=["a name with two addresses", "no name of a machine"])
+async def test_an_engine_at_a_name_that_nobody_answers_at_is_lost(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A name stands for several addresses where a machine has both kinds of IP, as localhost often does."""
+    own = socket.getaddrinfo
+
+    def found(host: str, *rest: Any, **more: Any) -> list[Any]:
+        both = ("127.0.0.1", "127.0.0.2") if host == "two.test" else (host,)
+        return [one for address in both for one in own(address, *rest, **more)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+    client = HttpEngine("engine-0", f"{name}:9", health_seconds=5)
+    with pytest.raises(EngineLost, match="engine-0 cannot be reached"):
+        await client.health()

@@ -199,8 +199,11 @@ class Connections:
             raise EngineLost(self._engine, f"does not listen ({error.strerror or error})") from None
         except ssl.SSLError as error:
             raise EngineLost(self._engine, f"does not speak our TLS ({error.reason})") from None
+        except UnicodeError as error:  # a name that no resolver takes
+            raise EngineLost(self._engine, f"cannot be reached ({error})") from None
         except OSError as error:
-            if isinstance(error, (socket.gaierror, TimeoutError)) or error.errno in _UNREACHABLE:
+            # Of a name with several addresses that all failed, asyncio's error has no number.
+            if isinstance(error, (socket.gaierror, TimeoutError)) or error.errno in (None, *_UNREACHABLE):
                 raise EngineLost(self._engine, f"cannot be reached ({error.strerror or error})") from None
             # A fault of this process, not of the engine, such as too many open files.
             raise WireError(f"no connection to {self._engine} can be made: {error.strerror or error}") from None
