@@ -1,11 +1,13 @@
 """Promises: text comes back as it went in; special tokens are left out, but for
 those that are kept; what cannot be encoded is a named error."""
 
+import json
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from stretto.core.errors import DataError, ModelFolderError
@@ -65,6 +67,26 @@ def test_a_token_for_the_unknown_is_an_error_too(folder: Path, tmp_path: Path) -
     whole.save_pretrained(tmp_path)
     with pytest.raises(DataError, match=r"it becomes \?"):
         load_tokenizer(tmp_path).encode("1?2")
+
+
+def test_a_token_for_the_unknown_that_also_begins_texts_may_begin_them(folder: Path, tmp_path: Path) -> None:
+    """As in the family of GPT-2, where one token begins and ends texts and stands for the unknown."""
+    whole = AutoTokenizer.from_pretrained(folder)
+    whole.add_special_tokens({"unk_token": "<eos>", "bos_token": "<eos>"})
+    whole.chat_template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}="
+    whole.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<eos> $A", special_tokens=[("<eos>", 1)]
+    )
+    whole.save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode_chat([{"role": "user", "content": "1+1"}]) == (1, 3, 12, 3, 13)
+    assert tokenizer.encode("1+1=") == (1, 3, 12, 3, 13)
+    assert tokenizer.encode("1<eos>1", special_tokens=False) == (3, 1, 3)
+    unknowing = json.loads((tmp_path / "tokenizer.json").read_text())
+    unknowing["model"]["unk_token"] = "<eos>"
+    (tmp_path / "tokenizer.json").write_text(json.dumps(unknowing))
+    with pytest.raises(DataError, match=r"'3x8y' cannot be encoded.*it becomes <eos>.*not in the vocabulary: 'x' 'y'"):
+        load_tokenizer(tmp_path).encode("3x8y")
 
 
 def test_a_conversation_needs_a_chat_template(tokenizer: Tokenizer) -> None:

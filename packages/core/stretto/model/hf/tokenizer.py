@@ -146,12 +146,22 @@ class Tokenizer:
             DataError: the text has characters that the tokenizer does not know.
         """
         try:
-            ids = self._backend.encode(text, add_special_tokens=special_tokens).ids
+            found = self._backend.encode(text, add_special_tokens=special_tokens)
         except Exception as error:  # the backend raises no narrower type
             raise self._unknown(text, str(error)) from None
-        if self._whole.unk_token_id is not None and self._whole.unk_token_id in ids:
-            raise self._unknown(text, f"it becomes {self._whole.unk_token}")
+        ids, unknown = found.ids, self._whole.unk_token_id
+        if unknown is not None and unknown in ids:
+            parts = (text[start:end] for id, (start, end) in zip(ids, found.offsets, strict=True) if id == unknown)
+            if not self._unknown_ends or not all(part == "" or self._whole.unk_token in part for part in parts):
+                raise self._unknown(text, f"it becomes {self._whole.unk_token}")
         return tuple(ids)
+
+    @cached_property
+    def _unknown_ends(self) -> bool:
+        """Whether the token for the unknown also begins, ends or pads texts, as in GPT-2's family: then it is no
+        mistake where a text spells it, or where the tokenizer adds it."""
+        whole = self._whole
+        return whole.unk_token_id in (whole.bos_token_id, whole.eos_token_id, whole.pad_token_id)
 
     @property
     def has_chat_template(self) -> bool:
