@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from stretto.core.errors import RefusedRequest
+from stretto.core.records import Segment
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.sampling import Filtered, top_logprobs
 from stretto.model.truncation import Truncation
@@ -73,6 +74,19 @@ def test_they_are_the_full_forwards_through_updates_and_preemption(folder: Path,
             assert all(abs(float(line[token]) - logprob) < EXACT for token, logprob in told)
             sampled = dict(told).get(completion.token_ids[at])
             assert sampled is None or abs(sampled - completion.behavior_logprobs[at]) < rounding(size=LOGITS)
+
+
+def test_they_keep_to_their_tokens_behind_what_another_engine_sampled(folder: Path) -> None:
+    asked = msgspec.structs.replace(request("a", seeds=(1, 2)), top_logprobs=2)
+    whole = finish(engine_of(folder), asked)
+    begun = whole["a", 0].segment.token_ids[:3]
+    prefixes = Segment.of(begun, (-1.0,) * 3, (0,) * 3), Segment()
+    found = finish(engine_of(folder), msgspec.structs.replace(asked, prefixes=prefixes))
+    assert found["a", 0].top_logprobs[:3] == ((), (), ())
+    for member in (0, 1):
+        assert len(found["a", member].top_logprobs) == found["a", member].segment.length
+        ours, theirs = (np.array(one["a", member].top_logprobs[3:]) for one in (found, whole))
+        assert np.abs(ours - theirs).max() < EXACT
 
 
 def test_who_does_not_ask_is_answered_as_if_nobody_did(folder: Path) -> None:

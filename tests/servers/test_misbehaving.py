@@ -223,6 +223,14 @@ async def test_nothing_is_sampled_behind_the_stop_token_of_a_lost_engine() -> No
     assert server.asked == []
 
 
+async def test_top_log_probabilities_keep_to_their_tokens_behind_those_of_a_lost_engine() -> None:
+    prefix = Segment.of((7, 8), (-1.0, -2.0), (2, 3))
+    server, engine = await at(3, server=Scripted([Delta((STOP,), (-1.0,), (((STOP, -1.0),),), ended="stop")]))
+    wanted = replace(request("ab", max_tokens=6, prefixes=(prefix,)), top_logprobs=1)
+    (found,) = await asyncio.wait_for(completions_of(server, engine.submit_all([wanted])), 5)
+    assert found.top_logprobs == ((), (), ((STOP, -1.0),))
+
+
 @pytest.mark.parametrize(
     "fault", [WireError("status 500"), EngineLost("engine-0", "is busy"), DeadlineExceeded("a", "b", 1.0)]
 )

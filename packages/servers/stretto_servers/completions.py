@@ -55,6 +55,7 @@ class OpenCompletion:
         self.token_ids += prefix.token_ids
         self.logprobs += prefix.behavior_logprobs
         self.versions += prefix.versions
+        self.likeliest += [()] * prefix.length if self.request.top_logprobs else []  # they are not known
         self.interrupted = prefix.interrupted
         self.stopped = self.watch is not None and self.watch.completed(prefix.token_ids)
 

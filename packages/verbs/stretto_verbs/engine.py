@@ -395,8 +395,6 @@ class LocalEngine:
         return [self._text(one) for one in sorted(found, key=lambda one: (places[one.request], one.member))]
 
     def _text(self, found: Completion) -> TextCompletion:
-        likeliest = found.top_logprobs
-        unknown = found.segment.length - len(likeliest) if likeliest else 0  # tokens that were sampled before a kill
         return TextCompletion(
             text=self.tokenizer.decode(found.token_ids),
             token_ids=found.token_ids,
@@ -404,7 +402,7 @@ class LocalEngine:
             stop_reason=found.stop_reason,
             versions=found.versions,
             interrupted=found.interrupted,
-            top_logprobs=((),) * unknown + likeliest,
+            top_logprobs=found.top_logprobs,
             tokenizer=self._mark,
         )
 

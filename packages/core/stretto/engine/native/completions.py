@@ -100,6 +100,8 @@ class Completions:
         self._versions[row, start:end] = prefix.versions
         self.newest[row], self.lengths[row], self._own[row] = token_ids[-1], end, end
         self.interrupted[row] = prefix.interrupted
+        if row in self._likeliest:
+            self._likeliest[row] += [()] * prefix.length  # one for each token; those of another engine are not known
         stopped = bool((self._stops[row] == token_ids[-1]).any())
         if row in self._watches:
             stopped |= self._completed_stop(row)  # the watch has counted these tokens
