@@ -310,6 +310,18 @@ def test_sigterm_ends_the_process_and_its_clients_hear_of_it(folder: Path, tmp_p
         process.wait()
 
 
+async def test_a_client_that_knows_more_tokens_than_there_are_is_told_of_none(folder: Path, tmp_path: Path) -> None:
+    engine = engine_of(folder)
+    engine.add(endless("a"))
+    for _ in range(5):
+        engine.step()
+    async with served(engine, tmp_path / "e.sock") as client:
+        assert (await client.partials({"a": [1 << 40, 0]}))["a"].keys() == {1}
+        with pytest.raises(RefusedRequest, match=">= 0"):
+            await client.partials({"a": [-2, 0]})  # the last tokens of the prompt were told as sampled
+        engine.abort("a")
+
+
 async def test_a_stream_that_is_refused_ends_its_own_requests_alone(folder: Path) -> None:
     generation = Generation(engine_of(folder))
     with generation.streaming([endless("a")]):

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from stretto.core.canary import Challenge
 from stretto.core.errors import EngineLied, RefusedRequest
+from stretto.core.frames import Count
 from stretto.core.records import Record
 
 ENGINE_ROLE, EXTERNAL_ENGINE_ROLE = "stretto.engine.role", "stretto_servers.role"
@@ -100,7 +101,7 @@ class PartialsRequest(Record, frozen=True):
     """Request for new tokens of unfinished completions. `known`: by request id, the number of tokens of each member
     that the client already has; other requests are left out of the reply."""
 
-    known: dict[str, list[int]]
+    known: dict[str, list[Count]]
 
 
 class ScoreRequest(Record, frozen=True):

@@ -251,12 +251,13 @@ class NativeEngine:
         """New tokens of unfinished completions, one `Progress` per completion; those without new tokens are left out.
         `known`: by request id, the number of tokens that the caller already has of each member. Requests and members
         that it does not name are left out of the result too."""
-        found = (
-            self._completions.progress(row, member, known[member.request.id][member.index])
-            for row, member in self._scheduler.members.items()
-            if member.request.id in known and member.index < len(known[member.request.id])
-        )
-        return [progress for progress in found if progress.segment.length]
+        members = self._scheduler.members.items()
+        asked = ((row, one, known[one.request.id]) for row, one in members if one.request.id in known)
+        return [
+            self._completions.progress(row, member, counts[member.index])
+            for row, member, counts in asked
+            if member.index < len(counts) and counts[member.index] < self._sampled(row)
+        ]
 
     def new_tokens(self, requests: Container[str]) -> Iterator[NewToken]:
         """The tokens, if any, that the last step sampled for unfinished completions of `requests` (ids). Consume the
