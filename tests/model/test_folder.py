@@ -5,7 +5,7 @@ import errno
 import json
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -25,6 +25,7 @@ from stretto.model.hf.folder import (
     weights_dtype,
     whole_folder,
 )
+from stretto.model.hf.tokenizer import load_tokenizer
 
 SMALL = BuildConfig(hidden_size=16, layers=2, heads=2, kv_heads=2, head_dim=8, intermediate_size=24, alphabet="01+=")
 
@@ -97,6 +98,18 @@ def index(folder: Path, content: object) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(content))
 
 
+def one_tensor(folder: Path, name: str = "", shape: Sequence[int] = ()) -> None:
+    """Weights of one tensor without a byte; of none without a name."""
+    header = json.dumps({name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}} if name else {}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def ends_with(folder: Path, token: object) -> None:
+    edit(folder / "generation_config.json", eos_token_id=None)
+    edit(folder / "config.json", eos_token_id=None)
+    edit(folder / "tokenizer_config.json", eos_token=token)
+
+
 def adapter(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
     (folder / "config.json").rename(folder / "adapter_config.json")
@@ -150,6 +163,15 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: index(folder, {"weight_map": ["model.safetensors"]}), "weight_map: is no table"),
     (lambda folder: index(folder, {"weight_map": {"a": 3}}), "weight_map: is no table"),
     (lambda folder: index(folder, {"weight_map": {"a": "../model.safetensors"}}), "lists '../model.safetensors'"),
+    (lambda folder: index(folder, {"weight_map": {"a": "a\0b"}}), r"lists 'a\x00b'"),
+    (lambda folder: index(folder, {"weight_map": {"a": "\ud800"}}), r"lists '\ud800'"),
+    (lambda folder: index(folder, {"weight_map": {"a": "a" * 256}}), "lists 'aaaaaaaa"),
+    (lambda folder: one_tensor(folder, "model.embed_tokens.weight", []), "has 0 rows, config.json says vocab_size 6"),
+    (lambda folder: one_tensor(folder, "a", [-1]), "has a header that cannot be read"),
+    (lambda folder: one_tensor(folder), "it holds no weights"),
+    (lambda folder: edit(folder / "config.json", num_attention_heads=99, head_dim=None), "num_attention_heads: 99"),
+    (lambda folder: ends_with(folder, ["<eos>"]), "no end-of-sequence token"),
+    (lambda folder: ends_with(folder, {"content": ["<eos>"]}), "no end-of-sequence token"),
     (lambda folder: (folder / "tokenizer.json").write_text("{"), "tokenizer.json: cannot be read as JSON"),
     (adapter, "config.json: no such file"),
     (adapter, "it holds no weights of its own: an adapter needs the model it was made for"),
@@ -179,6 +201,15 @@ def test_a_tokenizer_that_knows_more_than_the_embedding_is_refused(folder: Path)
     tokenizer.save_pretrained(folder)
     with pytest.raises(ModelFolderError, match="knows token 6, the embedding has 6 rows"):
         inspect_model_folder(folder)
+
+
+def test_ids_that_are_no_numbers_are_left_to_who_loads_the_tokenizer(folder: Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["odd"] = "six"
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert inspect_model_folder(folder).vocab_size == 6
+    with pytest.raises(ModelFolderError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(folder)
 
 
 def test_no_folder_and_a_file_are_told_apart(tmp_path: Path) -> None:

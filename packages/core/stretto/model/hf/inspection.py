@@ -18,9 +18,11 @@ from typing import Any
 import msgspec
 
 from stretto.core.errors import UNREADABLE, ModelFolderError, Problem, folder_fault, nearest
+from stretto.core.frames import Count
 
 _LENGTH = struct.Struct("<Q")
 _LARGEST_HEADER = 100 << 20  # the format's own limit
+_LONGEST_NAME = 255  # bytes of a file's name
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ class _Entry(msgspec.Struct, frozen=True):
     """A tensor in the header of a safetensors file."""
 
     dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
 
 
 def _parse(header: bytes) -> dict[str, TensorHeader]:
@@ -187,7 +189,7 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     token = _read_json(folder / "tokenizer_config.json", []).get("eos_token")
     text = token.get("content") if isinstance(token, Mapping) else token
     vocabulary = _vocabulary(_read_json(folder / "tokenizer.json", []))
-    return (vocabulary[text],) if text in vocabulary else ()
+    return (vocabulary[text],) if isinstance(text, str) and text in vocabulary else ()
 
 
 def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
@@ -242,6 +244,8 @@ def shape_of(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
         "head_dim": number("hidden_size") // heads if config.get("head_dim") is None else number("head_dim"),
         "hidden_size": number("hidden_size"),
     }
+    if not unnamed and not shape["head_dim"]:
+        problems.append(Problem(f"{file}: num_attention_heads", f"{heads}", "hidden_size at most"))
     if len(names := list(dict.fromkeys(unnamed))) > 1:
         found = f"{whole.get('model_type')!r} has no {', '.join(names)}"
         problems.append(Problem(str(file), found, "models of Llama's form have them"))
@@ -278,16 +282,16 @@ def weight_files(folder: Path) -> dict[str, Path]:
 def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHeader], int]:
     """Return the tensor headers, by name, of the folder's readable weight files, and the size of all weight files in
     bytes. Problems are appended to `problems`."""
-    index = folder / _INDEX
+    index, before = folder / _INDEX, len(problems)
     tensors: dict[str, TensorHeader] = {}
     if index.exists():
         listed = _read_json(index, problems).get("weight_map") or {}
         if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
             problems.append(Problem(f"{index}: weight_map", "is no table of file names", "copy the file again"))
             listed = {}
-        if outside := [name for name in listed.values() if Path(name).name != name]:
-            problems.append(Problem(str(index), f"lists {outside[0]!r}", "weights lie in the model's own folder"))
-        files = [folder / name for name in sorted(set(listed.values())) if Path(name).name == name]
+        if outside := [name for name in listed.values() if not _is_file_name(name)]:
+            problems.append(Problem(str(index), f"lists {outside[0]!r:.80}", "weights lie in the model's own folder"))
+        files = [folder / name for name in sorted(set(listed.values())) if _is_file_name(name)]
     else:
         listed, files = {}, [file for file in sorted(folder.glob("*.safetensors")) if file.name != _ADAPTER]
     if not files:
@@ -303,9 +307,19 @@ def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHea
         else:
             continue
         listed = {name: place for name, place in listed.items() if place != file.name}
+    if files and not tensors and len(problems) == before:
+        problems.append(_no_weights(folder))
     if missing := sorted(set(listed) - set(tensors)):
         problems.append(Problem(str(index), f"lists {missing[0]} and {len(missing) - 1} more that no file holds"))
     return tensors, sum(file.stat().st_size for file in files if file.exists())
+
+
+def _is_file_name(name: str) -> bool:
+    """Whether a file of a folder can have this name."""
+    try:
+        return Path(name).name == name and 0 < len(os.fsencode(name)) <= _LONGEST_NAME and "\0" not in name
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def _no_weights(folder: Path) -> Problem:
@@ -324,8 +338,10 @@ def _check_vocabulary(
     """Check that embedding, tokenizer and end-of-sequence tokens agree on the vocabulary; append problems to
     `problems`."""
     for name, tensor in tensors.items():
-        if name.endswith("embed_tokens.weight") and tensor.shape[0] != vocab_size:
-            found = f"{name} has {tensor.shape[0]} rows, config.json says vocab_size {vocab_size}"
+        if name.endswith("embed_tokens.weight") and tensor.shape[:1] != (vocab_size,):
+            found = (
+                f"{name} has {tensor.shape[0] if tensor.shape else 0} rows, config.json says vocab_size {vocab_size}"
+            )
             problems.append(Problem(str(folder), found))
     before = len(problems)
     vocabulary = _vocabulary(_read_json(folder / "tokenizer.json", problems))
@@ -350,6 +366,7 @@ def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     listed: Any = model.get("vocab", {}) if isinstance(model, Mapping) else {}
     try:
         vocabulary = dict(listed) if isinstance(listed, Mapping) else {entry[0]: at for at, entry in enumerate(listed)}
-        return vocabulary | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+        vocabulary |= {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
     except (TypeError, KeyError, IndexError):
         return {}  # the caller loads the tokenizer, which reports the mistake
+    return vocabulary if all(type(id) is int for id in vocabulary.values()) else {}
