@@ -44,6 +44,19 @@ def test_the_mean_is_that_of_what_is_drawn_even_if_nearly_all_of_it_is_one_token
     assert lengths_of(words, 0, 1).mean == 1.0
 
 
+@pytest.mark.parametrize("words", ["lognormal:mean=2,sigma=2", "lognormal:mean=100,sigma=5", "constant:tokens=12.4"])
+def test_the_mean_is_that_of_lengths_that_are_rounded_up_to_one_token(words: str) -> None:
+    """Of the first, half of X is below a quarter of a token."""
+    known = lengths_of(words, 5, 512).mean
+    assert known == pytest.approx(fmean(drawn(words, groups=40_000, most=512)), rel=0.04)
+
+
+def test_lists_in_lists_are_no_lengths(tmp_path: Path) -> None:
+    (tmp_path / "deep").write_text("[" * 100_000)
+    with pytest.raises(DataError, match="holds something else than lengths"):
+        lengths_of(str(tmp_path / "deep"), 5, 100)
+
+
 def test_a_file_of_lengths_gives_its_lengths(tmp_path: Path) -> None:
     lines, array = tmp_path / "lengths.txt", tmp_path / "lengths.json"
     lines.write_text("3\n9\n")

@@ -35,13 +35,14 @@ class LogNormalLengths:
 
     @property
     def mean(self) -> float:
-        """Mean length of a completion in tokens, after truncation: E[min(X, max_tokens)] of the log-normal X, and at
-        least 1, as every length that is drawn."""
+        """Mean of the lengths that are drawn, in tokens: of the log-normal X, which counts as 1 below 1.5 (a length is
+        rounded, and at least 1), and as `max_tokens` above that."""
+        if not self.sigma or self.max_tokens == 1:
+            return max(1, min(self.max_tokens, round(self.untruncated)))
         middle = math.log(self.untruncated) - self.sigma**2 / 2
-        if not self.sigma:
-            return min(self.untruncated, self.max_tokens)
-        at = (math.log(self.max_tokens) - middle) / self.sigma
-        return max(1.0, self.untruncated * _normal(at - self.sigma) + self.max_tokens * (1 - _normal(at)))
+        least, most = ((math.log(end) - middle) / self.sigma for end in (1.5, self.max_tokens))
+        between = self.untruncated * (_normal(most - self.sigma) - _normal(least - self.sigma))
+        return _normal(least) + between + self.max_tokens * (1 - _normal(most))
 
     def groups(self, chance: random.Random, members: int) -> Iterator[tuple[int, ...]]:
         """Draw groups of `members` lengths in tokens without end, from `chance`. Each length is at least 1 and at most
@@ -117,7 +118,7 @@ def lengths_of(words: str, prompt_tokens: int, max_tokens: int) -> Lengths:
     try:
         numbers = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
         lengths = [_whole(number) for number in numbers]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:  # the last one for lists in lists
         raise _refused(words, f"holds something else than lengths: {error}") from None
     if not lengths or min(lengths) < 1:
         raise _refused(words, "holds no lengths" if not lengths else f"holds the length {min(lengths)}")
