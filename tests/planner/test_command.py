@@ -67,6 +67,20 @@ def test_the_lengths_of_a_warm_start_are_those_of_its_demonstrations() -> None:
     assert "demonstrations" in said[0]
 
 
+def test_a_reference_policy_and_a_critic_are_planned_for() -> None:
+    """With adapters the reference is the policy without them, which is no second model and a pass more all the same."""
+
+    def planned(*overrides: str) -> tuple[str, bool, bool]:
+        job = job_of(GPUS, [*SMALL, *overrides], "constant:tokens=8", lambda text: None)
+        return job.refers, job.reference is not None, job.critic
+
+    assert planned() == ("", False, False)
+    assert planned('algorithm.reference={into="reward"}') == ("reward", True, False)
+    native = ["engine.kind=native", "engine.addresses=[]", "trainer.lora={rank=4}"]
+    assert planned("algorithm.reference={}", *native) == ("loss", False, False)
+    assert planned('algorithm.advantages={kind="gae", critic={}}')[2]
+
+
 @pytest.mark.parametrize("change", ["train_flops=0", "decode_flops=-1", "cores=-2"])
 def test_a_machine_of_impossible_numbers_is_refused(tmp_path: Path, change: str) -> None:
     name, number = change.split("=")

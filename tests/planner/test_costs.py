@@ -2,11 +2,12 @@
 
 - a decode step reads its weights once, its cache once, and multiplies each row, whichever is longer of weights and
   products; tensor parallelism divides all of it and adds two reductions in each layer;
-- a training step is three forward passes, one more with activation checkpointing, and a share for the proximal policy;
-  ranks divide it, and gather the parameters where that takes longer;
+- a training step is three forward passes, one more with activation checkpointing, and a share for the proximal policy,
+  one for a reference policy and four for a critic; ranks divide it, and gather the parameters where that takes longer;
 - memory is that of weights, gradients, moments and activations on one side, of weights and KV cache on the other."""
 
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -70,6 +71,24 @@ def test_training_is_three_passes_and_a_half_for_the_proximal_policy() -> None:
     assert Costs(saving, ROUND, Layout(1, 1)).train(sequences) == pytest.approx(4 * one / 1000)
     decoupled = replace(JOB, recomputes=True).with_settings({}, {}, {"minibatches": 2})
     assert Costs(decoupled, ROUND, Layout(1, 1)).train(sequences) == pytest.approx(3.5 * one / 1000)
+
+
+@pytest.mark.parametrize(
+    ("changes", "proximal", "update"),
+    [
+        ({"refers": "loss"}, 0, 4),
+        ({"refers": "reward"}, 1, 3),
+        ({"refers": "loss", "reference": msgspec.structs.replace(SHAPE, parameters=6000)}, 0, 5),
+        ({"critic": True}, 1, 6),
+    ],
+    ids=["in the loss", "in the reward", "twice as large", "critic"],
+)
+def test_a_reference_policy_is_a_pass_more_and_a_critic_four(
+    changes: dict[str, Any], proximal: float, update: float
+) -> None:
+    one = (2 * 3000 * 20 + 2 * (100 + 100) * 20 * 2) / 1000
+    found = Costs(replace(JOB, **changes), ROUND, Layout(1, 1)).training([10, 10])
+    assert found == pytest.approx((0, proximal * one, update * one, 0))
 
 
 def test_ranks_wait_for_their_parameters_where_that_takes_longer() -> None:

@@ -112,6 +112,7 @@ def job_from(asked: Outline, lengths: str | None, say: Callable[[str], None]) ->
         recomputes=recipe.algorithm.loss.anchor == "recomputed",
         converses=recipe.workflow is not None,
         reference=reference_of(asked),
+        refers=recipe.algorithm.reference.into if recipe.algorithm.reference is not None else "",
         critic=recipe.algorithm.critic is not None,
         reward_workers=recipe.rewards.workers,
     )

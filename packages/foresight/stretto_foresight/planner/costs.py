@@ -8,7 +8,8 @@ its bytes at the memory bandwidth. The formulas:
     prefill         2 FLOPs per weight and token; causal attention 2 L^2 per layer and unit of width (Megatron-LM,
                     arXiv 2104.04473, appendix, halved by the mask)
     training        three times a forward pass (forward and backward); activation checkpointing adds one, and so
-                    does the proximal policy (AReaL, section 5.2) for its share of the tokens
+                    does the proximal policy (AReaL, section 5.2) for its share of the tokens. A reference policy adds
+                    one, and a critic one for its values and a forward and backward pass of its own
     ranks           FSDP (arXiv 2304.11277, section 4): each pass over a micro-batch gathers the parameters forward and
                     backward and scatters the gradients, overlapped with compute. Sequences are not split (AReaL,
                     algorithm 1), so all ranks wait for the one with the longest sequence of a minibatch. Tensor and
@@ -24,7 +25,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from stretto.engine.config import EngineConfig
 from stretto.model.hf.shape import BYTES, ModelShape
@@ -39,8 +40,9 @@ from stretto_foresight.planner.machine import MachineProfile
 class Job:
     """A recipe as the planner sees it. `longest`: tokens of the longest prompt plus the longest completion.
     `recomputes`: the objective needs proximal log-probabilities. `converses`: the recipe has a workflow of several
-    turns. `reference`: shape of the reference model that the trainer also holds; None: no such model. `critic`: whether
-    the trainer has a critic."""
+    turns. `reference`: shape of the reference model that the trainer also holds; None: no such model. `refers`: where
+    the divergence from a reference policy goes, also from the policy without adapters; "": there is no reference
+    policy. `critic`: whether the trainer has a critic."""
 
     shape: ModelShape
     lengths: Lengths
@@ -51,6 +53,7 @@ class Job:
     recomputes: bool = False
     converses: bool = False
     reference: ModelShape | None = None
+    refers: Literal["", "loss", "reward"] = ""
     critic: bool = False
     reward_workers: int = 1
 
@@ -132,7 +135,7 @@ class Memory:
 
 class TrainingSeconds(NamedTuple):
     """Seconds of the parts of a training step, in order: the conductor's work before it, the forward passes for the
-    proximal policy, the update, the publication."""
+    proximal policy (for a critic's values, and a reference policy in the reward, too), the update, the publication."""
 
     conduct: float
     proximal: float
@@ -213,10 +216,12 @@ class Costs:
         beside = passes * shape.layers * machine.micro_batch_seconds
         beside += tokens / ranks * shape.layers * shape.hidden_size * machine.token_width_seconds
         beside += squares / ranks * shape.layers * shape.width * machine.pair_width_seconds
-        proximal = job.proximal * (whole / forwards + beside / 3)
+        once, fitted = whole / forwards + beside / 3, (1 - job.proximal / forwards) * whole + beside
         adam = shape.parameters / ranks * machine.parameter_seconds / 2  # a publication reads as many bytes
         own = machine.train_seconds + len(sequences) * machine.sequence_seconds / ranks
-        update = own + minibatches * adam + (1 - job.proximal / forwards) * whole + beside
+        referred = once * (job.reference or shape).parameters / shape.parameters
+        proximal = job.proximal * once + job.critic * once + (referred if job.refers == "reward" else 0.0)
+        update = own + (1 + job.critic) * (minibatches * adam + fitted) + (referred if job.refers == "loss" else 0.0)
         conduct = len(sequences) * machine.batch_seconds
         return TrainingSeconds(*(self.slower_training * part for part in (conduct, proximal, update, adam)))
 
