@@ -203,6 +203,19 @@ def test_a_tokenizer_that_knows_more_than_the_embedding_is_refused(folder: Path)
         inspect_model_folder(folder)
 
 
+def test_the_same_weights_in_other_formats_are_neither_counted_nor_saved_again(folder: Path, tmp_path: Path) -> None:
+    """As some folders of the hub have them; in a saved policy they would be those of before the training."""
+    facts = inspect_model_folder(folder)
+    save_file({"layers.0.attention.wq.weight": torch.zeros(16, 16)}, folder / "consolidated.safetensors")
+    for name in ("tf_model.h5", "flax_model.msgpack", "rust_model.ot", "consolidated.00.pth", "model.gguf"):
+        (folder / name).write_bytes(b"another format")
+    assert inspect_model_folder(folder) == facts
+    out = tmp_path / "out"
+    save_policy(load_policy(folder), folder, out)
+    names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in out.iterdir()} == names
+
+
 def test_ids_that_are_no_numbers_are_left_to_who_loads_the_tokenizer(folder: Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["odd"] = "six"

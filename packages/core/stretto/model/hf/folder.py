@@ -99,7 +99,11 @@ _PARTS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
     *("*.model", "preprocessor_config.json", "processor_config.json", "*.md", "LICENSE*", ".git*"),
 )
-_WEIGHTS = ("model*.safetensors", "pytorch_model*", "*.index.json", "config.json", "generation_config.json")
+#: Of the tokenizer's folder, what is not copied beside saved weights: weights in any format, which are another model's.
+_WEIGHTS = (
+    *("*.safetensors", "*.index.json", "pytorch_model*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx*"),
+    *("tf_model*", "*.h5", "*.msgpack", "*.ot", "config.json", "generation_config.json"),
+)
 
 
 def load_policy(

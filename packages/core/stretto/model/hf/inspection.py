@@ -275,8 +275,15 @@ def weight_files(folder: Path) -> dict[str, Path]:
     index = _read_json(folder / _INDEX, []).get("weight_map")
     if isinstance(index, dict):
         return {name: folder / file for name, file in index.items()}
-    files = (file for file in sorted(folder.glob("*.safetensors")) if file.name != _ADAPTER)
-    return {name: file for file in files for name in read_headers(file)}
+    return {name: file for file in _unlisted(folder) for name in read_headers(file)}
+
+
+def _unlisted(folder: Path) -> list[Path]:
+    """Return the weight files of a folder without an index: the one that transformers loads, beside which may be the
+    same weights under other names; else all."""
+    if (whole := folder / "model.safetensors").exists():
+        return [whole]
+    return [file for file in sorted(folder.glob("*.safetensors")) if file.name != _ADAPTER]
 
 
 def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHeader], int]:
@@ -293,7 +300,7 @@ def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHea
             problems.append(Problem(str(index), f"lists {outside[0]!r:.80}", "weights lie in the model's own folder"))
         files = [folder / name for name in sorted(set(listed.values())) if _is_file_name(name)]
     else:
-        listed, files = {}, [file for file in sorted(folder.glob("*.safetensors")) if file.name != _ADAPTER]
+        listed, files = {}, _unlisted(folder)
     if not files:
         problems.append(_no_weights(folder))
     for file in files:
