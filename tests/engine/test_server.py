@@ -322,6 +322,17 @@ async def test_a_client_that_knows_more_tokens_than_there_are_is_told_of_none(fo
         engine.abort("a")
 
 
+async def test_texts_of_a_client_that_has_left_are_not_scored_on(byte_folder: Path, tmp_path: Path) -> None:
+    engine = NativeEngine.load(byte_folder, EngineConfig(slots=2, max_prefill_tokens=32))
+    async with served(engine, tmp_path / "e.sock") as client:
+        asked = asyncio.create_task(client.score([[5] * 250] * 10_000))  # hours
+        while not engine.health().busy_seconds:
+            await asyncio.sleep(0.01)
+        asked.cancel()
+        async with asyncio.timeout(20):  # texts are scored one after another
+            assert await client.score([[5]]) == [()]
+
+
 async def test_a_stream_that_is_refused_ends_its_own_requests_alone(folder: Path) -> None:
     generation = Generation(engine_of(folder))
     with generation.streaming([endless("a")]):

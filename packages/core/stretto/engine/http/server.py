@@ -13,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
-from collections.abc import Awaitable, Callable
-from typing import Annotated
+from collections.abc import Callable, Coroutine
+from typing import Annotated, Any
 
 import msgspec
 from starlette.routing import Route, Router
@@ -49,6 +49,7 @@ from stretto.processes.http.asgi import (
     read_body,
     refusal_of,
     reply,
+    unless_gone,
     when_gone,
 )
 from stretto.processes.http.server import admit
@@ -76,10 +77,13 @@ class _Streaming:
 
 class _Exchange:
     """An endpoint that receives one message and replies with one message or a refusal. `handler`: takes the request's
-    body, and returns the reply or raises the error to send; `largest`: most bytes of a body."""
+    body, and returns the reply or raises the error to send; `largest`: most bytes of a body. `ends`: the handler is
+    cancelled when the client disconnects."""
 
-    def __init__(self, handler: Callable[[bytes], Awaitable[object]], largest: int) -> None:
-        self._handler, self._largest = handler, largest
+    def __init__(
+        self, handler: Callable[[bytes], Coroutine[Any, Any, object]], largest: int, *, ends: bool = False
+    ) -> None:
+        self._handler, self._largest, self._ends = handler, largest, ends
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -87,10 +91,12 @@ class _Exchange:
             if body is None:
                 await _reply(send, 413, _too_large(self._largest))
                 return
-            status, message = 200, await self._handler(body)
+            work = self._handler(body)
+            status, message = 200, await (unless_gone(receive, work) if self._ends else work)
         except (WireError, EngineLost, *UNREADABLE) as error:
             status, message = _refusal(error)
-        await _reply(send, status, message)
+        if message is not None:  # else the client has gone
+            await _reply(send, status, message)
 
 
 class EngineApp:
@@ -106,7 +112,7 @@ class EngineApp:
             Route("/update_weights", _Exchange(self.update_weights, largest), methods=["POST"]),
             Route("/abort", _Exchange(self.abort, largest), methods=["POST"]),
             Route("/partials", _Exchange(self.partials, largest), methods=["POST"]),
-            Route("/score", _Exchange(self.score, largest), methods=["POST"]),
+            Route("/score", _Exchange(self.score, largest, ends=True), methods=["POST"]),
             Route("/health", _Exchange(self.health, largest)),
             Route("/spans", _Exchange(self.spans, largest)),
         ]
