@@ -211,6 +211,23 @@ async def test_a_server_that_does_not_have_the_base_any_more_sends_the_whole(
     assert pulled.reason == "in full: the version that the mirror has is not published any more"
 
 
+async def test_a_delta_to_an_older_version_leaves_those_to_newer_ones_there(tmp_path: Path) -> None:
+    """As one that took longer to make, or one of a mirror that goes back with a resumed run."""
+    numbers = torch.arange(1000.0)
+    images = published(tmp_path, v1={"a": numbers}, v2={"a": numbers.clone().index_fill_(0, torch.tensor([7]), -1)})
+    older, newer = (read_header(image)[0].seal for image in images)
+    deltas = delta.Deltas("run", tmp_path)
+    forward, _ = await deltas.made(older, 2, newer)
+    back, _ = await deltas.made(newer, 1, older)
+    assert forward.exists()
+    assert back.exists()
+    third = numbers.clone().index_fill_(0, torch.tensor([8]), -1)
+    seal = read_header(published(tmp_path, v3={"a": third})[0])[0].seal
+    await deltas.made(newer, 3, seal)
+    assert not forward.exists()
+    assert not back.exists()
+
+
 async def test_a_delta_that_is_flipped_on_the_road_is_pulled_again_in_full(source: str, home: Path, away: Path) -> None:
     async with Road(source, flipping(20_000, only=2)).opened() as road:
         _, second = await pull_all(home, [step(0), step(1)], Mirror(road.address, KEY, "run", away, delta="always"))

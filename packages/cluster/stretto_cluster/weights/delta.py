@@ -161,7 +161,7 @@ class Deltas:
     def __init__(self, run: str, folder: Path) -> None:
         self._run, self._folder = run, folder
         self._tasks: dict[tuple[str, str], asyncio.Task[tuple[Path, str] | NoDelta]] = {}
-        unlink(self._files())
+        unlink(self._files("delta", "making"))
 
     async def made(self, base: str, version: int, seal: str) -> tuple[Path, str]:
         """Make the delta between two publications, unless that was tried before. Return its file, and a sentence about
@@ -210,13 +210,16 @@ class Deltas:
             with private_file(making) as file:
                 if part > LARGEST or not encode(bases[0], target, file):
                     raise NoDelta(f"about {part:.1%} of the elements have changed")
-            unlink(path for path in self._files() if not path.name.startswith(f"{prefix(self._run)}{version:06d}."))
+            unlink(path for path in self._files("delta") if self._version_of(path) < version)
             return making.replace(self._folder / f"{begin}.delta"), f"about {part:.1%} of the elements have changed"
         finally:
             making.unlink(missing_ok=True)
 
-    def _files(self) -> list[Path]:
-        return [path for end in ("delta", "making") for path in self._folder.glob(f"{prefix(self._run)}*.{end}")]
+    def _files(self, *ends: str) -> list[Path]:
+        return [path for end in ends for path in self._folder.glob(f"{prefix(self._run)}*.{end}")]
+
+    def _version_of(self, path: Path) -> int:
+        return int(path.name.removeprefix(prefix(self._run)).partition(".")[0])
 
 
 def _head(delta: memoryview) -> tuple[DeltaHead, int]:
