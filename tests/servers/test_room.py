@@ -70,6 +70,18 @@ def test_the_cache_of_an_engine_is_divided_among_its_cards(kind: str, model: str
         assert int(told["--max-total-tokens"]) == 24 * GIB // (2 * 3 * 4 * 32 * 2)
 
 
+@pytest.mark.parametrize("word", ["--tensor-parallel-size=4", "--tensor_parallel_size=4"])
+def test_the_cards_of_an_engine_are_counted_with_dashes_and_with_underscores(word: str) -> None:
+    assert config("vllm", arguments=(word,)).gpus == 4
+
+
+def test_own_arguments_with_underscores_win_too(model: str) -> None:
+    room, _ = room_beside_a_trainer()
+    own = launch_of(config("vllm", arguments=("--gpu_memory_utilization=0.5",)), model, 1, room).command
+    plain = launch_of(config("vllm", arguments=("--gpu-memory-utilization=0.5",)), model, 1, room).command
+    assert own[:-1] == plain[:-1]
+
+
 def test_own_arguments_win_and_a_processor_has_no_room(model: str) -> None:
     room, _ = room_beside_a_trainer()
     own = launch_of(config("vllm", arguments=("--gpu-memory-utilization=0.5",)), model, 1, room).command

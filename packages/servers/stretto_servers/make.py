@@ -248,7 +248,7 @@ def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = N
     RecipeError if there is no such class."""
     make = MAKES.load(config.kind)
     launch: Launch = getattr(make, "launch")(config, model, port)  # noqa: B009  # of the class
-    told = {word.partition("=")[0] for word in config.arguments}
+    told = {word.partition("=")[0].replace("_", "-") for word in config.arguments}  # vLLM takes both
     if room is None or config.on_cpu or (flags_of := getattr(make, "flags_of_room", None)) is None:
         return launch
     flags: dict[str, str] = flags_of(config, model, room)

@@ -101,7 +101,8 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
     def gpus(self) -> int:
         """Number of GPUs of one engine: the tensor parallelism in its server's `arguments`; 1 if they have none."""
         words = [part for word in self.arguments for part in word.split("=", 1)]
-        sizes = [word for name, word in pairwise(words) if name in _TENSOR_WORDS and word.isdecimal()]
+        pairs = ((name.replace("_", "-"), word) for name, word in pairwise(words))  # as vLLM takes its names
+        sizes = [word for name, word in pairs if name in _TENSOR_WORDS and word.isdecimal()]
         return max(1, int(sizes[-1])) if sizes else 1
 
     @property
