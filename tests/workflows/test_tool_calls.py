@@ -1,4 +1,6 @@
-"""Calls are read back as they were written, in the form of every family; what is malformed is text."""
+"""Calls are read back as they were written, in the form of every family, whatever text their arguments hold; what is
+malformed is text.
+"""
 
 import json
 
@@ -18,19 +20,17 @@ from stretto_workflows.chat.tool_calls import (
 )
 
 FORMS: list[CallForm] = [HermesForm(), LlamaForm(), MistralForm()]
-ARGUMENTS = st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.text()))
-#: The form's own words inside of a string would end the call, for every parser of the field.
-HARMLESS = st.text().filter(lambda text: not any(word in text for word in ("tool_call", "TOOL_CALLS", "ARGS")))
+MARKS = st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "; "])
+TEXTS = st.text() | st.lists(MARKS | st.text()).map("".join)
+ARGUMENTS = st.dictionaries(TEXTS, st.none() | st.booleans() | st.integers() | TEXTS | st.lists(TEXTS))
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
-@given(drawn=st.lists(st.tuples(HARMLESS.filter(bool), ARGUMENTS), min_size=1, max_size=3), spaces=st.booleans())
+@given(drawn=st.lists(st.tuples(TEXTS.filter(bool), ARGUMENTS), min_size=1, max_size=3), spaces=st.booleans())
 def test_what_is_rendered_is_parsed_to_the_byte(
     form: CallForm, drawn: list[tuple[str, dict[str, object]]], spaces: bool
 ) -> None:
     written = [json.dumps(arguments, separators=None if spaces else (",", ":")) for _, arguments in drawn]
-    if any(word in text for word in ("tool_call", "TOOL_CALLS", "ARGS") for text in written):
-        return
     calls = tuple(
         ToolCall(str(place), name, text) for place, ((name, _), text) in enumerate(zip(drawn, written, strict=True))
     )
@@ -64,6 +64,26 @@ def test_the_forms_of_the_families(form: CallForm, text: str, wanted: Parsed) ->
     assert form.parse(text, str) == wanted
 
 
+QUOTED = [
+    (HermesForm(), '<tool_call>\n{"name": "write", "arguments": %s}\n</tool_call>', "<tool_call>a</tool_call>"),
+    (MistralForm(), '[TOOL_CALLS][{"name": "write", "arguments": %s}]', "[TOOL_CALLS]"),
+    (MistralForm(), "[TOOL_CALLS]write[ARGS]%s", "[TOOL_CALLS]add[ARGS]{}"),
+]
+
+
+@pytest.mark.parametrize(("form", "written", "mark"), QUOTED)
+def test_an_argument_may_quote_the_marks_of_a_call(form: CallForm, written: str, mark: str) -> None:
+    arguments = json.dumps({"text": f"a call is {mark}"})
+    assert form.parse(written % arguments, str) == Parsed("", (ToolCall("0", "write", arguments),))
+
+
+@pytest.mark.parametrize(("form", "written", "mark"), [QUOTED[0], QUOTED[2]])
+def test_a_call_behind_one_that_quotes_marks_is_read(form: CallForm, written: str, mark: str) -> None:
+    arguments = json.dumps({"text": mark})
+    calls = (ToolCall("0", "write", arguments), ToolCall("1", "write", arguments))
+    assert form.parse(2 * (written % arguments), str) == Parsed("", calls)
+
+
 GOOD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 
 
@@ -79,6 +99,13 @@ GOOD = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
         *[(LlamaForm(), '{"name": "add", "parameters": {}} and more'), (LlamaForm(), '{"answer": 3}')],
         *[(MistralForm(), "[TOOL_CALLS]"), (MistralForm(), '[TOOL_CALLS][{"name": "add"')],
         (MistralForm(), '[TOOL_CALLS]add[ARGS]{}, "name": "other"'),
+        *[(MistralForm(), "[TOOL_CALLS]12345{}"), (MistralForm(), '[TOOL_CALLS]add{"a": 1}')],
+        *[
+            (MistralForm(), "[TOOL_CALLS]a[TOOL_CALLS]add[ARGS]{}"),
+            (MistralForm(), "[TOOL_CALLS]add[ARGS]{}[TOOL_CALLS]"),
+        ],
+        (HermesForm(), '<tool_call>{"name": "add", "arguments": {}} and more</tool_call>'),
+        (HermesForm(), '<tool_call>{"name": "add", "arguments": {"a": "</tool_call>"}} and more</tool_call>'),
         (HermesForm(), "<tool_call>" + '{"name": "a", "arguments": {"b": ' + "[" * 5000 + "</tool_call>"),
     ],
 )
@@ -91,6 +118,8 @@ def test_malformed_calls_are_text(form: CallForm, text: str) -> None:
     [
         (HermesForm(), "", "<tool_call>", ""),
         (HermesForm(), GOOD, "<tool_call>", ""),
+        (HermesForm(), "", '<tool_call>{"a": "</tool_call>', ""),
+        (MistralForm(), "", '[TOOL_CALLS]add[ARGS]{"a": "', ""),
         (LlamaForm(), "", '{"a": 1}; ', "and more"),
     ],
 )

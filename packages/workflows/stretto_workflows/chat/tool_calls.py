@@ -74,11 +74,12 @@ class HermesForm:
     def parse(self, text: str, name: NameCall) -> Parsed:
         written, around, at = list[str](), list[str](), 0
         while (begin := text.find(_CALL, at)) >= 0:
-            end = text.find(_CALLED, begin)
-            if end < 0:  # no later call has an end either, and a search for each would take quadratic time
-                return Parsed(text)
             around.append(text[at:begin])
-            written.append(text[begin + len(_CALL) : end])
+            begin += len(_CALL)
+            end = _end_of_object(text, begin, _CALLED)
+            if end < 0:  # then the whole message is text, and the search for ends takes linear time
+                return Parsed(text)
+            written.append(text[begin:end])
             at = end + len(_CALLED)
         outside = "".join((*around, text[at:]))
         return Parsed(text) if "tool_call>" in outside else _parsed(text, outside, written, name)
@@ -110,17 +111,15 @@ class MistralForm:
     """Tool calls of Mistral: after a control token (satisfies `CallForm`)."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
-        outside, *parts = text.split(_MISTRAL)
-        if not parts:
+        outside, marked, body = text.partition(_MISTRAL)
+        if not marked:
             return Parsed(text)
-        written = [*_listed(parts[0])] if len(parts) == 1 and parts[0].lstrip().startswith("[") else []
+        written = [*_listed(body)] if body.lstrip().startswith("[") else []
         if not written:
-            named = [part.partition(_ARGUMENTS) for part in parts]
-            if not all(_is_object(arguments) for _, _, arguments in named):  # `}, "name": "other"` would rename it
+            named = [*_named(body)]
+            if not all(_is_object(arguments) for _, arguments in named):  # `}, "name": "other"` would rename it
                 return Parsed(text)
-            written = [
-                f'{{"name": {json.dumps(tool.strip())}, "arguments": {arguments}}}' for tool, _, arguments in named
-            ]
+            written = [f'{{"name": {json.dumps(tool.strip())}, "arguments": {arguments}}}' for tool, arguments in named]
         return _parsed(text, outside, written, name)
 
     def render(self, calls: Sequence[ToolCall]) -> str:
@@ -206,6 +205,20 @@ def _is_object(text: str) -> bool:
     return True
 
 
+def _end_of_object(text: str, begin: int, mark: str) -> int:
+    """Position of the `mark` behind the JSON object that is written from `begin` on; -1 if there is none. Texts in the
+    object may contain the mark."""
+    end = text.find(mark, begin)
+    if end < 0 or _is_object(text[begin:end]):
+        return end
+    try:
+        _, behind = json.JSONDecoder().raw_decode(text, end - len(text[begin:end].lstrip()))
+    except (ValueError, RecursionError):
+        return -1
+    end = text.find(mark, behind)
+    return -1 if text[behind:end].strip() else end
+
+
 def _object(call: ToolCall, field: str) -> str:
     return f'{{"name": {json.dumps(call.name, ensure_ascii=False)}, "{field}": {call.arguments}}}'
 
@@ -241,6 +254,24 @@ def _objects(text: str) -> Iterator[str]:
         if at == end < len(text):
             yield text[at:]
             return
+
+
+def _named(text: str) -> Iterator[tuple[str, str]]:
+    """Yield name and arguments of each call in a text like ``add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}``; of a
+    malformed one, what is no JSON object as its arguments."""
+    at = 0
+    while True:
+        called = text.find(_ARGUMENTS, at)
+        tool, begin = text[at:called], called + len(_ARGUMENTS)
+        if called < 0 or _MISTRAL in tool:
+            yield tool, ""
+            return
+        end = _end_of_object(text, begin, _MISTRAL)
+        if end < 0:
+            yield tool, text[begin:]
+            return
+        yield tool, text[begin:end]
+        at = end + len(_MISTRAL)
 
 
 def _listed(text: str) -> Iterator[str]:
