@@ -5,6 +5,8 @@ stretto.)
 
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
 import threading
@@ -79,9 +81,28 @@ def test_a_process_that_judges_too_long_or_dies_is_replaced() -> None:
         worker.close()
 
 
+def test_a_stopped_process_is_replaced_however_long_the_completion_is() -> None:
+    worker = Worker()
+    try:
+        assert worker.judge("1", "1", "", 0.5) == Judged("right")
+        process = worker._process
+        assert process is not None
+        os.kill(process.pid, signal.SIGSTOP)
+        longer_than_a_pipe = "so it is\n" * 10_000
+        assert worker.judge(longer_than_a_pipe, "1", "", 0.1).reason.startswith("no verdict within")
+        assert worker.judge("1", "1", "", 0.5) == Judged("right")
+        assert worker.judge(longer_than_a_pipe + r"\boxed{1}", "1", "", 10.0) == Judged("right")
+    finally:
+        worker.close()
+
+
 def test_a_verdict_that_nobody_waited_for_is_not_that_on_the_next_completion(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
+    wait = select.select
+
+    def interrupt(readers: list[Any], *further: Any) -> object:
+        if readers:  # the request was sent
+            raise KeyboardInterrupt
+        return wait(readers, *further)
 
     worker = Worker()
     try:

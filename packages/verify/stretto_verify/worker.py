@@ -65,10 +65,12 @@ class Worker:
         process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None
-        until, reply = time.monotonic() + seconds, b""
+        until, unsent, reply = time.monotonic() + seconds, memoryview(request), b""
         try:
-            process.stdin.write(request)
-            process.stdin.flush()
+            while unsent:  # a pipe takes 64 KiB at once; a stopped process reads none of it
+                if not select.select([], [process.stdin], [], max(0.0, until - time.monotonic()))[1]:
+                    return b""
+                unsent = unsent[os.write(process.stdin.fileno(), unsent) :]
         except OSError:
             return b"?"
         while not reply.endswith(b"\n"):
@@ -83,6 +85,8 @@ class Worker:
         if self._process is None:
             command = [sys.executable, "-m", "stretto_verify.worker"]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert self._process.stdin is not None
+            os.set_blocking(self._process.stdin.fileno(), False)
             self._ended = weakref.finalize(self, _end, self._process)
         return self._process
 
