@@ -94,6 +94,17 @@ def test_a_dead_run_says_the_last_error_of_its_roles_and_raises_an_alarm(tmp_pat
     assert [*logs_of(path)] == ["run", "rewards-0"]  # a link is not followed
 
 
+def test_a_log_that_is_removed_while_the_logs_are_read_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_run(tmp_path / "run", log=LOG)
+    (path / "logs").mkdir(exist_ok=True)
+    (path / "logs" / "trainer.txt").write_text("step 1\n")
+    found = [path / "logs" / "engine-0.txt", path / "logs" / "trainer.txt"]  # the first is gone
+    monkeypatch.setattr(Path, "glob", lambda folder, pattern: iter(found))
+    assert [*logs_of(path)] == ["run", "trainer"]
+
+
 def test_a_dead_run_that_lost_lines_died_at_its_newest_step(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", log=LOG)
     (path / "metrics.jsonl").unlink()

@@ -36,8 +36,10 @@ def logs_of(folder: Path) -> dict[str, str]:
     logs of roles are read; a log that cannot be read is left out."""
     run = RunFolder(folder)
     found: list[tuple[float, Path]] = []
-    with contextlib.suppress(OSError):
-        found = [(path.lstat().st_mtime, path) for path in run.logs.glob("*.txt")]
+    with contextlib.suppress(OSError):  # no folder of logs
+        for path in run.logs.glob("*.txt"):
+            with contextlib.suppress(OSError):  # removed meanwhile
+                found.append((path.lstat().st_mtime, path))
     newest = [path for _, path in sorted(found, reverse=True)[:_MOST_LOGS]]
     logs: dict[str, str] = {}
     for name, path in (("run", run.log), *((path.stem, path) for path in newest)):
