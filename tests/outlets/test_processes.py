@@ -100,6 +100,47 @@ async def test_a_package_that_cannot_be_imported_costs_a_sentence(
     assert run.sent() == 0
 
 
+OWN = """
+import os, sys
+from pathlib import Path
+
+class Shelf:
+    run = "shelf"
+
+    def __init__(self, about, cursor):
+        self.taken = Path(about.folder, "taken")
+
+    def send(self, points, first):
+        if not self.taken.exists():
+            self.taken.touch()
+            LEAVE
+        with self.taken.open("a") as file:
+            print(*(point.step for point in points), file=file)
+
+    table = alarm = close = lambda self, *given: None
+"""
+
+
+@pytest.mark.parametrize("leave", ["sys.exit(0)", "os._exit(0)"])
+async def test_a_tool_whose_code_ends_its_process_is_started_again_and_gets_every_line(
+    run: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave: str
+) -> None:
+    monkeypatch.setattr(supervision, "_FIRST_PAUSE", 0.1)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "shelves.py").write_text(OWN.replace("LEAVE", leave))
+    said: list[str] = []
+
+    async with followed(
+        OutletsConfig(to=("shelves:Shelf",)), run.folder, said.append, lambda: False, path=str(tmp_path)
+    ):
+        run.metrics.append(step(1))
+        await until(lambda: said)
+        run.metrics.append(step(2))
+    assert [sentence.partition(":")[0] for sentence in said] == ["shelves"]
+    assert "receives nothing" in said[0]
+    assert (run.folder.path / "taken").read_text().split() == ["1", "2"]
+
+
 async def test_a_process_that_cannot_be_started_leaves_no_descriptor(run: RecordedRun) -> None:
     said: list[str] = []
     too_long = TENSORBOARD.model_copy(update={"name": "x" * 200_000})  # for one argument of a process

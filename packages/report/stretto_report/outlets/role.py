@@ -54,11 +54,16 @@ class FollowerSpec(Record, frozen=True):
 
 def main(arguments: list[str]) -> int:
     """Follow the run of the spec until it has ended, and send the rest, at the lowest CPU priority. Return the exit
-    code 0; errors are raised. `arguments`: one, a `FollowerSpec` as JSON. The process ends with its conductor."""
+    code: 0, or 1 if the tool's code has called `sys.exit`; errors are raised. `arguments`: one, a `FollowerSpec` as
+    JSON. The process ends with its conductor."""
     spec = msgspec.json.decode(arguments[0], type=FollowerSpec)
     end_with_conductor()
     os.nice(_LOWEST)
-    follow(spec, own_heartbeat())
+    try:
+        follow(spec, own_heartbeat())
+    except SystemExit as leaving:  # by the tool's code; code 0 would tell the supervisor that everything was sent
+        print(f"the code of {spec.tool} called exit({leaving.code!r})", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -164,7 +164,8 @@ class ToolFollower:
         if (found := _fault(has)) not in ("", self._fault):
             self._say(f"{self.tool} lacks a line of the run: {found}")
             self._fault = found
-        self._how = "" if how.endswith("exit code 0") else f"{_last_words(self._log)} ({how})"
+        whole = how.endswith("exit code 0") and self._ending.is_set()  # before the end only the tool's code exits
+        self._how = "" if whole else f"{_last_words(self._log)} ({how})"
         return self._how
 
     async def end(self, task: asyncio.Task[None], seconds: float) -> None:
