@@ -2,13 +2,14 @@
 
 Promises: the forms of LiveCodeBench, DeepCoder, APPS, HumanEval and MBPP are read as what they say; asserts are taken
 apart into calls and results; what cannot be read is refused with the place, never left out; a packed pickle runs
-nothing.
+nothing and takes no memory.
 """
 
 import base64
 import json
 import math
 import pickle
+import tracemalloc
 import zlib
 from typing import Any
 
@@ -124,10 +125,39 @@ class Bomb:
         return (exec, ("raise SystemExit('run')",))
 
 
+def packed(content: bytes) -> dict[str, str]:
+    return {"public_test_cases": "[]", "private_test_cases": base64.b64encode(zlib.compress(content)).decode()}
+
+
 def test_a_packed_pickle_runs_nothing() -> None:
-    packed = base64.b64encode(zlib.compress(pickle.dumps(Bomb()))).decode()
-    with pytest.raises(BadTests, match=r"it wants builtins\.exec"):
-        parse_tests({"public_test_cases": "[]", "private_test_cases": packed})
+    with pytest.raises(BadTests, match="the pickle of more than a text: it has STACK_GLOBAL"):
+        parse_tests(packed(pickle.dumps(Bomb())))
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("length", [1, 100_000])
+def test_a_pickle_of_any_protocol_is_unpacked(protocol: int, length: int) -> None:
+    content = json.dumps([{"input": "é\n" * length, "output": "11\n", "testtype": "stdin"}], ensure_ascii=False)
+    tests = parse_tests(packed(pickle.dumps(content, protocol)))
+    assert tests.stdin == (StdinTest(stdin="é\n" * length, stdout="11\n"),)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x02X\x02\x00\x00\x00[]r\xff\xff\xff\x00.",  # names the 16,777,215th of its values
+        b"\x80\x05\x96\x00\x00\x00\x00\x01\x00\x00\x00x.",  # says that 4 GiB follow
+        b"\x80\x02" + b"\x94" * 1_000_000 + b".",
+    ],
+)
+def test_a_packed_pickle_takes_no_memory(content: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadTests):
+            parse_tests(packed(content))
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
@@ -170,6 +200,8 @@ def test_a_packed_pickle_runs_nothing() -> None:
         ({"test_list": ["assert f(1) == 2"], "test_imports": [3]}, "test_imports is list, not a text"),
         ({"test_list": ["assert f(1) == 2"], "test_imports": ["import"]}, "test_imports is no Python: invalid syntax"),
         ({"test_list": ["assert f(1) == 2"], "test_setup_code": "x ="}, "test_setup_code is no Python"),
+        ('{"tests": ' * 900 + "[]" + "}" * 900, "nested too deeply"),
+        ({"test_list": [f"assert {900 * 'not '}f(1)"]}, "nested too deeply"),
     ],
 )
 def test_what_cannot_be_read_is_refused_with_the_reason(given: object, words: str) -> None:
