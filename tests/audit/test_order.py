@@ -105,6 +105,8 @@ def test_questions_that_have_changed_are_a_breach(tmp_path: Path) -> None:
     assert told.startswith("questions.jsonl has the digest ")
     path.write_bytes(path.read_bytes()[:-30] + b"\xff")
     assert breaches(folder)[0].startswith("questions.jsonl has the digest none (UnicodeDecodeError: ")
+    path.write_text("[" * 100_000)
+    assert breaches(folder)[0].startswith("questions.jsonl has the digest none (RecursionError: ")
     path.unlink()
     assert breaches(folder)[0].startswith("questions.jsonl has the digest none (FileNotFoundError: ")
 

@@ -134,6 +134,7 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "lengths.txt"
     for text, said in (
         ("three", "something else than lengths"),
+        ("[" * 100_000, "something else than lengths: maximum recursion depth exceeded"),
         ("[Infinity]", "Infinity is no whole number"),
         ("[7, 1.9]", "something else than lengths: 1.9 is no whole number"),
         ("[true]", "true is no whole number"),

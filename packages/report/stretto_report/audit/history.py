@@ -298,7 +298,7 @@ def _digest(questions: Path) -> tuple[str, tuple[str, ...]]:
             prompts.append(row["id"])
             for text in (row["id"], row["prompt"], row["answer"]):
                 whole.update(f"{len(text)}:{text}".encode())
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, KeyError, TypeError, *UNREADABLE_LINE) as error:
         return f"none ({type(error).__name__}: {error})", ()
     return whole.hexdigest(), tuple(prompts)
 
