@@ -75,6 +75,7 @@ def test_branches_and_other_roles_are_a_forest(bench: Callable[..., Bench]) -> N
         ("Returns", {"what": "part beyond"}, r"the workflow returned -1e\+300; it must lie between"),
         ("Returns", {"what": "no turn"}, "the workflow has returned without a completion"),
         ("Returns", {"what": "foreign turn"}, "a reward to turn 7, which was not returned to it"),
+        ("Returns", {"what": "turn from behind"}, "a reward to turn -1, which was not returned to it"),
         ("Mistakes", {"kind": "text"}, "TypeError .*: messages is str, not a list"),
         ("Mistakes", {"kind": "number"}, "TypeError .*: messages holds 3, which is no Mapping"),
         ("Mistakes", {"kind": "no role"}, "RefusedRequest .*: messages: .*role"),

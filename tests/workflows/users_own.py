@@ -127,6 +127,7 @@ class Returns(stretto.Workflow):
             "nan": float("nan"),
             "no turn": 1.0,
             "foreign turn": stretto.Reward(1.0, by_turn={7: 1.0}),
+            "turn from behind": stretto.Reward(1.0, by_turn={-1: 1.0}),
             "beyond": 1e7,
             "turn beyond": stretto.Reward(1.0, by_turn=[1e300]),
             "part beyond": stretto.Reward(1.0, named={"form": -1e300}),

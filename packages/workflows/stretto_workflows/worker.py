@@ -142,6 +142,8 @@ def ended_with(run: int, value: object) -> MemberEnded:
         if reason := why_no_reward(plain):
             return MemberEnded(run, failure=f"the workflow returned {reason}; {_NEEDED}")
     by_turn = {operator.index(node): float(reward) for node, reward in turns.items()}
+    if isinstance(found.by_turn, Mapping) and (foreign := min(by_turn, default=0)) < 0:
+        return MemberEnded(run, failure=f"the workflow gives a reward to turn {foreign}, which was not returned to it")
     return MemberEnded(run, float(found.value), by_turn, {str(name): float(part) for name, part in named.items()})
 
 
