@@ -215,3 +215,32 @@ class Counts(stretto.Workflow):
             shares.append(sum(letter.isdecimal() for letter in reply.text) / max(1, len(reply.text)))
             chat.say("=")
         return stretto.Reward(sum(shares) / 2, by_turn=shares)
+
+
+class Hurries(stretto.Workflow):
+    """Stops to wait for its first turn after some seconds, in which it takes no message, and asks for another one."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> stretto.Reward:
+        first = asyncio.ensure_future(chat.generate())
+        await asyncio.sleep(0)
+        time.sleep(self.seconds)
+        first.cancel()
+        await chat.new([{"role": "user", "content": "5+6="}]).generate()
+        return stretto.Reward(1.0, by_turn=[0.25])
+
+
+class Hesitates(stretto.Workflow):
+    """Orders a call that must not be made twice, and takes the order back before it can be made."""
+
+    def __init__(self, paid: str) -> None:
+        self.paid = Path(paid)
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        call = asyncio.ensure_future(chat.tool("pay", [], self.paid.touch))
+        await asyncio.sleep(0)
+        call.cancel()
+        await chat.generate()
+        return 1.0

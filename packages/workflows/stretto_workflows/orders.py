@@ -12,6 +12,7 @@ from stretto_workflows.task import ChatMessage, TurnReply, TurnScore
 from stretto_workflows.wire import (
     CallOrder,
     CallRan,
+    GiveUp,
     Order,
     OrderDone,
     OrderRefused,
@@ -23,17 +24,21 @@ from stretto_workflows.wire import (
 
 _ASKED = {TurnOrder: "generate", ScoreOrder: "score", CallOrder: "tool"}  # methods of a conversation
 
+_NOT_MADE = b"CancelledError: the workflow stopped to wait for this call before it was made"
+
 
 class Orders:
     """Sends the orders of one trajectory to the conductor, and waits for their results. The arguments of `turn`,
     `score` and `call` are those of `TurnOrder`, `ScoreOrder` and `CallOrder` in `wire`. `call` awaits `run`, which
     returns the encoded result, only if the conductor has none on record. All three raise RefusedRequest if the
-    conductor refuses the order, or a message would be too large."""
+    conductor refuses the order, or a message would be too large. If a wait for a turn or a score is cancelled, so is
+    the order, unless the trajectory is `over`. A call that has begun goes on, and its result is recorded."""
 
     def __init__(self, run: int, end: RoleEnd[ToWorker]) -> None:
         """`run`: number of the trajectory on its worker. `end`: the worker's end of the channel."""
         self._run, self._end = run, end
         self._newest = 0
+        self.over = False  # the conductor has given the trajectory up
         self._waiting: dict[int, asyncio.Future[OrderDone]] = {}
         self._calls: dict[int, Callable[[], Awaitable[bytes]]] = {}
         self._running: set[asyncio.Future[None]] = set()
@@ -82,7 +87,8 @@ class Orders:
                 waiting.set_exception(RefusedRequest(message.field, message.found, message.allowed))
 
     async def _ran(self, order: int) -> None:
-        answer = await self._calls.pop(order)()
+        run = self._calls.pop(order, None)
+        answer = _NOT_MADE if run is None else await run()
         try:
             self._end.send(CallRan(self._run, order, answer))
         except WireError as error:
@@ -97,7 +103,13 @@ class Orders:
         except WireError as error:
             del self._waiting[order.order]
             raise RefusedRequest(_ASKED[type(order)], "what is asked is too long", str(error)) from None
-        return await waiting
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            self._waiting.pop(order.order, None)
+            if not (self.over or isinstance(order, CallOrder)):
+                self._end.send(GiveUp(self._run, order.order))
+            raise
 
     def _number(self) -> int:
         self._newest += 1

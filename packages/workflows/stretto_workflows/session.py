@@ -244,6 +244,12 @@ class Session:
         if waiting and node in waiting:
             waiting.remove(node)
 
+    def take_back(self, node: int) -> None:
+        """Count a returned turn as not returned, because it did not reach the program. The next `turn` with its prompt
+        returns it."""
+        self._claimed.discard(node)
+        self._turns.setdefault(self._before(node), deque()).appendleft(node)
+
     def prefer(self, asked: bytes, own: Callable[[bytes], bool]) -> None:
         """Let the next `call` with the request `asked` return the first recorded reply for which `own` returns True. If
         there is none, nothing changes. `own`: called with an encoded reply."""

@@ -78,9 +78,11 @@ class RunCall(Record, frozen=True, tag=True):
 
 class GiveUp(Record, frozen=True, tag=True):
     """Command to cancel the trajectory's workflow: it has failed, or its result is no longer needed. The reply is
-    `MemberGone`, or the `MemberEnded` that was under way."""
+    `MemberGone`, or the `MemberEnded` that was under way. From the worker: the workflow no longer waits for the result
+    of `order`, a turn or a score."""
 
     run: int
+    order: int = 0
 
 
 ToWorker = Begin | OrderDone | OrderRefused | RunCall | GiveUp
@@ -157,4 +159,4 @@ class MemberGone(Record, frozen=True, tag=True):
 
 
 Order = TurnOrder | ScoreOrder | CallOrder
-FromWorker = WorkflowReady | WorkflowRefused | TurnOrder | ScoreOrder | CallOrder | CallRan | MemberEnded | MemberGone
+FromWorker = WorkflowReady | WorkflowRefused | Order | GiveUp | CallRan | MemberEnded | MemberGone

@@ -84,7 +84,7 @@ class MemberThread:
         if not isinstance(message, GiveUp):
             self._orders.take(message)
             return
-        self._given_up = True
+        self._given_up = self._orders.over = True
         if self._work is not None:
             self._work.cancel()
 

@@ -122,6 +122,8 @@ class _Member:
         broken: raises an error of the run that occurred while it served an order.
         calls: results that the worker still owes, by number of the order.
         orders: tasks that serve orders.
+        serving: the same tasks, by number of the order.
+        nodes: turns that were sent to the worker, by number of the order.
     """
 
     def __init__(self, run: int, exchange: Exchange, seconds: float) -> None:
@@ -132,6 +134,15 @@ class _Member:
         self.broken: asyncio.Future[None] = loop.create_future()
         self.calls: dict[int, asyncio.Future[bytes]] = {}
         self.orders: set[asyncio.Task[None]] = set()
+        self.serving: dict[int, asyncio.Task[None]] = {}
+        self.nodes: dict[int, int] = {}
+
+    def give_up(self, order: int) -> None:
+        """Cancel an order whose result the workflow no longer wants. If it is a turn that has ended, take it back."""
+        if (node := self.nodes.pop(order, None)) is not None:
+            self.exchange.session.take_back(node)
+        elif (task := self.serving.get(order)) is not None:
+            task.cancel()
 
     def end(self, ended: MemberEnded) -> None:
         if not self.ended.done():
@@ -315,6 +326,8 @@ class WorkflowProcess:
         elif isinstance(message, CallRan):
             if (call := member.calls.pop(message.order, None)) is not None and not call.done():
                 call.set_result(message.answer)
+        elif isinstance(message, GiveUp):
+            member.give_up(message.order)
         elif isinstance(message, TurnOrder | ScoreOrder | CallOrder):
             self._begin(member, message)
 
@@ -322,9 +335,10 @@ class WorkflowProcess:
         if len(member.orders) >= _MOST_AT_A_TIME:
             member.fail(f"the workflow has more than {_MOST_AT_A_TIME} requests in progress")
             return
-        task = asyncio.create_task(self._serve(member, order))
+        task = member.serving[order.order] = asyncio.create_task(self._serve(member, order))
         member.orders.add(task)
         task.add_done_callback(member.orders.discard)
+        task.add_done_callback(lambda _: member.serving.pop(order.order, None))
 
     async def _serve(self, member: _Member, order: Order) -> None:
         reply: OrderDone | OrderRefused
@@ -343,6 +357,8 @@ class WorkflowProcess:
         except Exception as error:  # a lost engine or reward worker, a bug: raised where the group is awaited
             member.break_off(error)
             return
+        if isinstance(reply, OrderDone) and reply.reply is not None:
+            member.nodes[order.order] = reply.reply.node
         with contextlib.suppress(WorkerLost):
             await self._send(reply)
 
