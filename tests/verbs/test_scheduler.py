@@ -153,6 +153,20 @@ with stretto.Ledger({str(tmp_path)!r}) as ledger:
     assert done.stdout == "1 False False\n"
 
 
+@pytest.mark.parametrize("name", ["seed", "group_size", "mark of the prompts", "standing", "bounds", "in_flight"])
+def test_a_fact_of_the_ledger_cannot_be_replaced_and_the_loop_goes_on(tmp_path: Path, name: str) -> None:
+    asked: dict[str, Any] = {"batch_size": 1, "group_size": 2, "max_staleness": "auto"}
+    with stretto.Ledger(tmp_path) as ledger:
+        ticket = stretto.Scheduler([(2, 3)], ledger=ledger, seed=7, **asked).admit()
+        with pytest.raises(stretto.DataError, match=f"put: {name}: the ledger's own name"):
+            ledger.put(name, "mine")
+    with stretto.Ledger(tmp_path) as ledger:
+        again = stretto.Scheduler([(2, 3)], ledger=ledger, seed=7, **asked).admit()
+    assert ticket is not None
+    assert again is not None
+    assert again.seeds == ticket.seeds
+
+
 def test_readers_of_the_folder_see_how_a_loop_ended(tmp_path: Path) -> None:
     with stretto.Ledger(tmp_path) as ledger:
         assert condition(tmp_path) == Condition("running")

@@ -9,7 +9,7 @@ import os
 import threading
 import weakref
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import count
 from pathlib import Path
@@ -22,18 +22,22 @@ from stretto.core.errors import DataError, Problem, RefusedRequest, RunFolderErr
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, derive_seed, trajectory_id
 from stretto.loop.engines.in_flight import Engines, InFlight, progress_of
-from stretto.rollout.controller import Ticket
+from stretto.rollout.controller import CONTROLLER, Ticket
 from stretto.store import lock
 from stretto.store.config import StoreConfig
 from stretto.store.ending import ENDING, Ending
 from stretto.store.ledger.ledger import Ledger, Value
 from stretto.store.ledger.partials import UnfinishedMember
-from stretto.store.ledger.reading import UnfinishedGroup, read_batches, read_unfinished
+from stretto.store.ledger.reading import BOUNDS, UnfinishedGroup, read_batches, read_unfinished
+from stretto.store.ledger.rows import IN_FLIGHT
 from stretto_verbs.arguments import FOLDER, WHOLE, ArgumentKind, check, checked, instance
 from stretto_workflows.session import Session
 from stretto_workflows.sessions import LedgerRecord, sessions_of_run
 
 _KEEP_SECONDS = 1.0
+#: Names of the facts about what a loop began with: they must be the same when it is continued.
+ORIGIN = SEED, PROMPTS_MARK, GROUP_SIZE = "seed", "mark of the prompts", "group_size"
+_OWN_NAMES = frozenset({*ORIGIN, ENDING, CONTROLLER, BOUNDS, IN_FLIGHT})
 TURN = ArgumentKind(
     "a ticket and the number of one of its answers, such as (ticket, 0)",
     lambda given: isinstance(given, tuple) and len(given) == 2 and _is_answer(*given),
@@ -96,12 +100,12 @@ class _AnyThread(Ledger):
         transaction with all changes before it.
 
         Raises:
-            DataError: the value cannot be written as JSON, or the name is taken: "ending" says how the loop ended.
+            DataError: the value cannot be written as JSON, or the ledger itself uses the name, as "ending" or "seed".
             RunFolderError: the ledger is closed.
         """
         with self.lock:
             self.check_open()
-            if name == ENDING:
+            if name in _OWN_NAMES:
                 raise DataError([Problem(f"put: {name}", "the ledger's own name", "give another name")])
             try:
                 json.dumps(msgspec.to_builtins(value), allow_nan=False)
@@ -109,6 +113,12 @@ class _AnyThread(Ledger):
                 told, remedy = f"{value!r:.80}", f"a JSON value is needed: {error}"
                 raise DataError([Problem(f"put: {name}", told, remedy)]) from None
             super().put(name, value)
+
+    def begin(self, origin: Mapping[str, int | str]) -> None:
+        """Record what a scheduler begins with: its seed, prompts and group size, by the names in `ORIGIN`."""
+        with self.lock:
+            for name in ORIGIN:
+                super().put(name, origin[name])
 
     def get(self, name: str, kind: type[Value]) -> Value | None:
         """Return the value stored under `name`, decoded as `kind`; None if there is none.

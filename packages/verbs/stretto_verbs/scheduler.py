@@ -44,14 +44,13 @@ from stretto_verbs.arguments import (
     prompt_of,
 )
 from stretto_verbs.completion import AS_RETURNED, TextCompletion, check_numbers, mark_of, marked
-from stretto_verbs.ledger import FolderLedger
+from stretto_verbs.ledger import GROUP_SIZE, PROMPTS_MARK, SEED, FolderLedger
 
 if TYPE_CHECKING:  # the import loads transformers, which token ids do not need
     from stretto.model.hf.tokenizer import Tokenizer
 
 #: One completion of a prompt, or the turns of a conversation; turns that were given, not sampled, are token ids.
 Answer = TextCompletion | Sequence[TextCompletion | Sequence[int]]
-_PROMPTS = "mark of the prompts"
 _TICKET, _REASON = instance(Ticket, "a ticket of this scheduler"), instance(str, "a text")
 _LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none
 
@@ -128,7 +127,7 @@ class GroupScheduler:
         self._shown: Batch | None = None  # the same, with the mark of its tokenizer
         if ledger is not None:
             ledger.check_open()
-        origin: dict[str, int | str] = {"seed": seed, _PROMPTS: _mark_of(asked), "group_size": config.group_size}
+        origin: dict[str, int | str] = {SEED: seed, PROMPTS_MARK: _mark_of(asked), GROUP_SIZE: config.group_size}
         state = self._resume(ledger, version, origin) if ledger is not None else None
         self._controller = Controller(
             config,
@@ -358,8 +357,7 @@ class GroupScheduler:
         last = ledger.last_step()
         if ledger.balance().issued:
             _check_same_run(ledger, origin)
-        for name, value in origin.items():
-            ledger.put(name, value)
+        ledger.begin(origin)
         if last is not None and last < version:
             found = f"its newest batch is that of version {last - 1}, and the trainer is at version {version}"
             raise StoreError(f"{ledger.folder}: {found}: the two are of different runs, or the disk has lost a part")
@@ -409,7 +407,7 @@ def _check_same_run(ledger: FolderLedger, origin: Mapping[str, int | str]) -> No
         if (known := ledger.get(name, type(value))) in (None, value):
             continue
         told, remedy = f"was begun with {name} {known}, not {value}", f"give {name}={known}"
-        if name == _PROMPTS:
+        if name == PROMPTS_MARK:
             told, remedy = "was begun with other prompts, or in another order", "give the prompts of that run"
         raise RunFolderError([Problem(str(ledger.folder), told, f"{remedy}, or another folder")])
 
