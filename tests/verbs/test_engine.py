@@ -10,7 +10,9 @@
 
 import asyncio
 import contextlib
+import os
 import shutil
+import signal
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -192,6 +194,31 @@ def test_an_engine_in_a_process_of_its_own_says_the_same(
     background().call(asyncio.sleep(0))
     assert time.monotonic() - began < once + 4
     wait_until(lambda: not Path(place).exists() and not running(place), "the end of the engine's process")
+
+
+def test_adapters_behind_a_whole_policy_are_added_to_it_also_in_an_engine_that_replaces_another(
+    folder: Path, after: stretto.Trainer, data: list[stretto.Datum], warm: None
+) -> None:
+    whole, adapters = after.weights(), trained(folder, data, lora=4).weights()
+    adapters = replace(adapters, version=2, base={})
+    with (
+        stretto.Engine.load(folder, cache_gib=0.05) as here,
+        stretto.Engine.load(folder, apart=True, cache_gib=0.05) as apart,
+    ):
+        for engine in (here, apart):
+            engine.update(whole)
+            engine.update(adapters)
+        wanted = pytest.approx(here.score([PROMPT])[0], abs=1e-4)
+        assert apart.score([PROMPT])[0] == wanted
+        place = str(cast(Any, apart._source)._folder)
+        (first,) = running(place)
+        os.kill(int(first.name), signal.SIGKILL)
+        wait_until(lambda: running(place) not in ([], [first]), "another process")
+        assert apart.score([PROMPT])[0] == wanted
+        assert apart.update(adapters) == 2  # the same again
+        apart.update(replace(whole, version=3))
+        apart.update(replace(adapters, version=4))
+        assert apart.score([PROMPT])[0] == wanted
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["here", "apart"])

@@ -29,7 +29,8 @@ from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.skeleton import skeleton
 from stretto.weights.folder import remove
-from stretto.weights.shared_memory import SharedMemoryPublisher, digest_of_tensor
+from stretto.weights.mailbox import LORA_A
+from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, digest_of_tensor
 from stretto_verbs.background import background, told_if_slow
 from stretto_verbs.models import PolicyWeights, merged
 
@@ -150,8 +151,11 @@ class SourceApart:
         specs = [self._spec(model.resolve(), config, number, deadlines) for number in range(config.count)]
         self._pool = EnginePool(specs, self._folder, deadlines, config.role, config.load_interval, kind=config.kind)
         self._in_flight = InFlight(self._pool, journal=None)
-        # Servers of other makes load only whole policies: the base weights are kept, to add adapters to them.
+        # Servers of other makes load only whole policies: the base weights are kept, to add adapters to them. So are
+        # those of a native engine once adapters follow a whole policy: one that replaces it loads the newest version
+        # alone, beside the weights of the model folder.
         self._base = dict[str, Tensor]() if config.kind == "native" else _parameters(model)
+        self._is_whole = False  # the newest publication is a whole policy, to which adapters would be added
         self._shapes = Parameters(skeleton(model))
         self._tasks: list[asyncio.Future[Any]] = []
         self._changing = asyncio.Lock()
@@ -224,6 +228,10 @@ class SourceApart:
         async with self._changing:
             if weights.version < (used := self._pool.published):
                 raise RefusedRequest("version", str(weights.version), f"at least {used}, the version in use")
+            adapters = any(name.endswith(LORA_A) for name in weights.tensors)
+            if adapters and self._is_whole:
+                self._base = await asyncio.to_thread(self._published, used)
+                self._is_whole = False
             tensors = merged(self._base, weights.tensors) if self._base else weights.tensors
             self._shapes.check(weights.version, tensors)  # refusing engines would be replaced for ever
             if weights.version == used:  # an engine does not load a version again
@@ -234,7 +242,13 @@ class SourceApart:
                 publish = self._publisher.publish
                 self._digests = await asyncio.to_thread(publish, weights.version, tensors.items())
                 self._pool.publish(weights.version)
+                self._is_whole = not adapters
             await self._pool.reach(weights.version)
+
+    def _published(self, version: int) -> dict[str, Tensor]:
+        """Copy the weights that were published last, as `version`."""
+        found = SharedMemorySubscriber(self._name, self._folder).load(version)
+        return {name: tensor.clone() for name, tensor in found.items()}
 
     def _are_in_use(self, tensors: Mapping[str, Tensor]) -> bool:
         """Whether weights of the version in use are those that were published last, or, before the first `update`,
