@@ -63,11 +63,26 @@ def test_wrong_data_fail_their_own_request_with_a_sentence(
         ({"beta1": 1.0}, "adam_params.beta1: 1.0"),
         ({"eps": -1e-8}, "adam_params.eps"),
         ({"eps": 0.0}, "adam_params.eps: 0; above 0"),
+        ({"eps": 1e-60}, "adam_params.eps: 1e-60, which is 0 in float32; above 0"),
+        ({"learning_rate": 10**400}, "adam_params.learning_rate: 1000"),
     ],
 )
 def test_wrong_numbers_of_a_step_are_refused(adam: dict[str, float], sentence: str, client: Client, id: str) -> None:
     client.forward_backward(id, 1, _GOOD)
     assert sentence in client.result(client.step(id, 2, **adam))["error"]
+
+
+@pytest.mark.parametrize("further", [{}, {"learning_rate": 1e-2, "beta1": 0.8, "eps": 1e-8}])
+def test_the_settings_of_adamw_have_two_spellings(further: dict[str, float], client: Client, id: str) -> None:
+    norms = list[float]()
+    for seq, spelling in ((1, {"adam_params": further}), (3, {"optimizer_params": {"type": "adamw", **further}})):
+        client.output(client.forward_backward(id, seq, _GOOD))
+        step = {"model_id": id, "seq_id": seq + 1, **spelling}
+        norms.append(client.result(client.post("optim_step", step).json()["request_id"])["metrics"]["grad_norm"])
+    assert all(norm > 0 for norm in norms)
+    wrong = {"model_id": id, "seq_id": 5, "optimizer_params": {"type": "adamw", "beta1": 1.0}}
+    refused = client.result(client.post("optim_step", wrong).json()["request_id"])
+    assert "optimizer_params.beta1: 1.0" in refused["error"]
 
 
 def test_bodies_that_are_none(address: str, client: Client, id: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -44,7 +45,8 @@ EFFECTS = frozenset({CREATE, LOAD, BACKWARD, STEP})
 _STATE = "gradient.json"  # file of a snapshot with a gradient: the `_Accumulated`
 _RATIO = 20.0
 _LEAST_SECONDS = 1.0
-_ANY = float("inf")
+_ANY, _MOST = float("inf"), sys.float_info.max  # an integer in JSON may be larger
+_LEAST = 2.0**-126  # smallest normal number of float32
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -338,22 +340,29 @@ def adam_of(body: OptimStep) -> Adam:
     """
     if body.adam_params is not None and body.optimizer_params is not None:
         raise RefusedRequest("optimizer_params", "given together with adam_params", "one of them")
-    if body.adam_params is None:
-        found = (body.optimizer_params or {}).get("type", "nothing")
-        raise RefusedRequest("optimizer_params", f"the optimizer {found!r} is not served", "adamw")
+    params, place = body.adam_params, "adam_params"
+    if params is None:
+        params, place = dict(body.optimizer_params or {}), "optimizer_params"
+        if (found := params.pop("type", "nothing")) != "adamw":
+            raise RefusedRequest("optimizer_params", f"the optimizer {found!r} is not served", "adamw")
     numbers = {"learning_rate": _ANY, "beta1": 1.0, "beta2": 1.0, "eps": _ANY, "weight_decay": _ANY}
     numbers["grad_clip_norm"] = _ANY
-    for name, value in body.adam_params.items():
-        field = f"adam_params.{name}"
+    for name, value in params.items():
+        field = f"{place}.{name}"
         if name not in numbers:
             if value:
                 raise RefusedRequest(field, "no setting of AdamW", nearest(name, numbers))
-        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < numbers[name]:
+        elif (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0.0 <= value < numbers[name]
+            or value > _MOST
+        ):
             found = "null, as NaN and infinity are sent" if value is None else f"{value!r:.40}"
             raise RefusedRequest(field, found, f"0 to {numbers[name]:g}")
-        elif name == "eps" and not value:  # a weight without any gradient would become NaN
-            raise RefusedRequest(field, "0", "above 0")
-    return Adam(**{name: float(value) for name, value in body.adam_params.items() if name in numbers})
+        elif name == "eps" and value < _LEAST:  # a weight without any gradient would become NaN
+            raise RefusedRequest(field, "0" if not value else f"{value:g}, which is 0 in float32", "above 0")
+    return Adam(**{name: float(value) for name, value in params.items() if name in numbers})
 
 
 def facts_of(body: CreateModel, seed: int) -> ModelFacts:
