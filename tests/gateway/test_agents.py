@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -269,6 +270,32 @@ async def test_a_service_asks_for_a_session(tmp_path: Path) -> None:
         trajectory = await service.member
         assert (trajectory.verdict.reward, trajectory.session) == (0.5, service.session["id"])
         assert (await service.ask()).status_code == 409
+
+
+async def test_a_service_that_has_gone_before_it_is_answered_takes_no_session(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    async with run.groups() as groups:
+        member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
+        while not groups.host.waiting:
+            await asyncio.sleep(0)
+        address = urlsplit(groups.services.address)
+        with socket.create_connection((address.hostname, address.port)) as gone:  # the run is busy meanwhile
+            gone.sendall(b"POST /sessions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}")
+        async with httpx.AsyncClient(base_url=groups.services.address, verify=False) as client:
+            service = Service(client, member)
+            await asyncio.sleep(0.2)
+            await asyncio.wait_for(service.open(), 5)
+            await service.ask()
+            await service.end(0.5)
+            assert (await member).verdict.reward == 0.5
+
+
+async def test_a_trajectory_that_no_service_has_taken_in_time_waits_for_none(tmp_path: Path) -> None:
+    run = run_of(tmp_path)
+    async with run.groups(deadline=0.05) as groups:
+        trajectories = await asyncio.gather(*(groups.member(f"0.17.0/{at}", PROMPT, at, 5) for at in range(3)))
+        assert {one.verdict.reason for one in trajectories} == {"the agent took more than 0.05 s (workflow.deadline)"}
+        assert not groups.host.waiting
 
 
 async def test_what_a_service_gives_up_fails_with_its_reason_and_not_with_its_reward(tmp_path: Path) -> None:

@@ -112,6 +112,15 @@ class WaitingSessions:
                 return session
         raise NotServed(503, "no trajectory of the run waits for a service; try again later", code="unavailable")
 
+    async def served(self, session: AgentSession) -> None:
+        """Queue a session for a service, and wait until it has ended. If the wait is cancelled, no service gets it."""
+        self.waiting.append(session)
+        try:
+            await session.ended.wait()
+        finally:
+            if session in self.waiting:
+                self.waiting.remove(session)
+
     async def rewarded(self, session: AgentSession) -> None:
         async def run() -> bytes:
             return msgspec.json.encode(session.given)
@@ -196,8 +205,7 @@ class AgentGroups:
         try:
             async with asyncio.timeout(self.config.deadline):
                 if not (self.config.command or self.config.function):
-                    self.host.waiting.append(session)
-                    await session.ended.wait()
+                    await self.host.served(session)
                     return ""
                 return await self._program(session)
         except TimeoutError:

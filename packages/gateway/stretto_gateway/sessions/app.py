@@ -26,7 +26,7 @@ from msgspec import UNSET, Meta
 from starlette.types import Scope
 
 from stretto.core.errors import RefusedRequest
-from stretto.processes.http.asgi import LOOPBACK, HostNames, header, own_address, parse_record
+from stretto.processes.http.asgi import LOOPBACK, HostNames, has_gone, header, own_address, parse_record
 from stretto.processes.http.server import admit
 from stretto_gateway.app import ChatExchange, ChatServer, Handler, sent_key, unknown_key
 from stretto_gateway.dialects.chat import ChatDialect
@@ -111,6 +111,8 @@ class GatewayApp(ChatServer):
         if self._operator_key:
             admit(call.scope)
         body = parse_record(await self.body(call) or b"{}", OpenBody)
+        if await has_gone(call.receive):  # nobody would learn the session's key
+            return
         session = await self._host.open(body.task)
         self.sessions.add(session)
         await call.show(opened(session, own_address(call.scope)))

@@ -33,6 +33,8 @@ DROPPED_BYTES, DROPPED_SECONDS = 64 << 20, 5.0  #: most that is read and dropped
 WRITE_NOW = "stretto.write_now"
 KEEP_ALIVE = b": keep-alive\n\n"  #: a comment in a stream of events, which clients skip
 
+_TURNS_TO_NOTICE = 8  # turns of the event loop from a request to the end of its connection, if both have come
+
 Header = tuple[bytes, bytes]
 T = TypeVar("T")
 
@@ -93,6 +95,17 @@ async def when_gone(receive: Receive, leave: Callable[[], None]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
     leave()
+
+
+async def has_gone(receive: Receive) -> bool:
+    """Whether the client has disconnected already, also if the event loop has read its request and the end of the
+    connection at once, after a long step. Call it after the body has been read from `receive`."""
+    gone = asyncio.create_task(when_gone(receive, lambda: None))
+    for _ in range(_TURNS_TO_NOTICE):
+        await asyncio.sleep(0)
+    found = gone.done()
+    await cancel_and_wait([gone])
+    return found
 
 
 async def unless_gone(
