@@ -206,16 +206,20 @@ def test_the_suffix_says_the_format_and_a_format_says_more(run: Path, tmp_path: 
     for name, format in (("a.PARQUET", None), ("b.csv", "parquet"), ("c.jsonl", "parquet")):
         export_run(run, tmp_path / name, format)
         assert (tmp_path / name).read_bytes()[:4] == b"PAR1"
-    export_run(run, tmp_path / "d.txt")
-    with (tmp_path / "d.txt").open() as lines:
+    export_run(run, tmp_path / "d")
+    with (tmp_path / "d").open() as lines:
         assert json.loads(lines.readline())["id"] == "0.1.0/0"
 
 
-@pytest.mark.parametrize(("name", "meant"), [("a.parquett", "parquet"), ("a.jsnl", "jsonl"), ("a.tsv", "csv")])
-def test_a_suffix_that_resembles_a_formats_is_refused_with_the_nearest(
-    run: Path, tmp_path: Path, name: str, meant: str
+NEAREST = {"a.parquett": "did you mean 'parquet'?; ", "a.jsnl": "did you mean 'jsonl'?; ", "a.tsv": "did you mean 'csv'?; "}
+ALL = "allowed: csv, jsonl, parquet; "
+
+
+@pytest.mark.parametrize(("name", "advice"), [*NEAREST.items(), ("a.xlsx", ALL), ("a.jsonl.gz", ALL)])
+def test_a_suffix_of_no_format_is_refused_with_the_nearest_or_all(
+    run: Path, tmp_path: Path, name: str, advice: str
 ) -> None:
-    with pytest.raises(RunFolderError, match=f"is no suffix of a format; did you mean '{meant}'"):
+    with pytest.raises(RunFolderError, match=f"is no suffix of a format; {re.escape(advice)}--format writes"):
         export_run(run, tmp_path / name)
     assert not (tmp_path / name).exists()
     assert export_run(run, tmp_path / name, "jsonl") == export_run(run, tmp_path / "a.json")

@@ -154,6 +154,17 @@ def test_a_folder_without_a_run_cannot_be_opened(tmp_path: Path, place: str, wor
             way(tmp_path / place)
 
 
+def test_a_folder_of_runs_names_the_newest_of_them(tmp_path: Path) -> None:
+    for second, name in enumerate("abcdefghi"):
+        RunFolder.create(tmp_path / "runs" / name).release()
+        (tmp_path / "runs" / name / "ledger.sqlite").touch()
+        os.utime(tmp_path / "runs" / name / "ledger.sqlite", (second, second))
+    named = ", ".join(str(tmp_path / "runs" / name) for name in "ihgfedcb")
+    for folder in (tmp_path / "runs", tmp_path):
+        with pytest.raises(RunFolderError, match=f"holds no run .*; give one of those in it: {named} and 1 more$"):
+            RunFolder.open(folder)
+
+
 def test_a_folder_that_cannot_be_filled_is_not_locked(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with pytest.raises(FileExistsError):

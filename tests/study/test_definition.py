@@ -162,3 +162,14 @@ def test_close_values_have_labels_of_their_own(tmp_path: Path) -> None:
 def test_an_unknown_name_has_a_near_one() -> None:
     with pytest.raises(RecipeError, match=r"did you mean 'staleness'\?; or give the file of a study"):
         find_study("stalenes")
+
+
+def test_a_folder_with_the_name_of_a_study_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("staleness", "mine"):
+        (tmp_path / name).mkdir()
+    assert find_study("staleness") == SHIPPED / "staleness.toml"
+    with pytest.raises(RecipeError, match=r"mine: is a folder; .*; or give the file of a study"):
+        find_study("mine")

@@ -54,18 +54,19 @@ def perform(
 
 
 def find_study(study: str) -> Path:
-    """Path of a study, given as a file or as the name of a built-in study.
+    """Path of a study, given as a file or as the name of a built-in study. A folder of this name is no file.
 
     Raises:
         RecipeError: it is not a file, and no built-in study has this name.
     """
     path = Path(study)
-    if path.suffix == ".toml" or os.path.exists(path):
+    if path.suffix == ".toml" or os.path.isfile(path):
         return path
     names = {file.stem: file for file in (SHIPPED).glob("*.toml")}
     if study not in names:
         remedy = f"{nearest(study, names)}; or give the file of a study"
-        raise RecipeError([Problem(study, "no study of this name", remedy)])
+        found = "is a folder" if os.path.isdir(path) else "no study of this name"
+        raise RecipeError([Problem(study, found, remedy)])
     return names[study]
 
 

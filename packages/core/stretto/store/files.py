@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from stretto.core.errors import Problem, RunFolderError, naming
+from stretto.core.errors import Problem, RunFolderError, folder_fault, naming
 
 #: Errors of a file system that lacks an operation: a mounted object bucket cannot rename.
 _LACKING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EPERM, errno.EMFILE})
@@ -77,6 +77,8 @@ def users_file(target: Path) -> Iterator[BinaryIO]:
     except OSError as error:
         if str(error.filename) not in (str(path), str(_part(path))):
             raise
+        if fault := folder_fault(path.parent):
+            remedy = f"{path.parent}: {fault}"
         raise RunFolderError([Problem(str(target), f"cannot be written: {error.strerror}", remedy)]) from error
 
 

@@ -140,7 +140,7 @@ class RunFolder:
         if fault := why_no_folder(folder):
             raise _refused(folder, fault, _runs_beside(folder))
         if not (folder / "ledger.sqlite").is_file():
-            raise _refused(folder, "holds no run (no ledger.sqlite)", "give a folder that `stretto train` created")
+            raise _refused(folder, "holds no run (no ledger.sqlite)", _runs_within(folder))
         return cls(folder)
 
     def is_ours(self) -> bool:
@@ -232,8 +232,33 @@ def _runs_beside(folder: Path) -> str:
     if not runs:
         return "give a run folder"
     near = difflib.get_close_matches(folder.name, sorted(runs), n=1)
-    newest = max(runs.values(), key=lambda path: (path / "ledger.sqlite").stat().st_mtime)
+    newest = max(runs.values(), key=lambda path: _written(path / "ledger.sqlite"))
     return f"did you mean {str(runs[near[0]])!r}?" if near else f"give a run folder, such as {newest}"
+
+
+_SHOWN_RUNS = 8
+
+
+def _runs_within(folder: Path) -> str:
+    """Advice for a folder without a run: names the run folders in it, or in ``runs`` in it, the newest first; at most
+    eight."""
+    try:
+        ledgers = [path for inner in ("*", "runs/*") for path in folder.glob(f"{inner}/ledger.sqlite")]
+    except OSError:  # it cannot be listed
+        ledgers = []
+    if not ledgers:
+        return "give a folder that `stretto train` created"
+    runs = [str(path.parent) for path in sorted(ledgers, key=_written, reverse=True)]
+    more = f" and {len(runs) - _SHOWN_RUNS} more" if len(runs) > _SHOWN_RUNS else ""
+    return f"give one of those in it: {', '.join(runs[:_SHOWN_RUNS])}{more}"
+
+
+def _written(file: Path) -> float:
+    """Time at which a file was last written, in seconds; 0 if it is gone."""
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 _LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "msgspec", "numpy", "pydantic", "uvicorn")

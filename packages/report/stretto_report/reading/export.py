@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -106,24 +105,23 @@ FORMATS: Mapping[str, Callable[[BinaryIO, type[msgspec.Struct]], JsonLines | Par
 }
 
 
-_OTHER_JSON = ("json", "jsonlines", "ndjson")  # further suffixes of JSON lines
+_OTHER_JSON = ("", "json", "jsonlines", "ndjson")  # further suffixes of JSON lines
 
 
 def format_of(file: str | Path) -> str:
-    """Return the format of a file by its suffix: one of `FORMATS`. JSON lines for ``json``, ``ndjson`` and any suffix
-    that resembles no format.
+    """Return the format of a file by its suffix: one of `FORMATS`. JSON lines for ``json``, ``ndjson`` and no suffix.
 
-    >>> format_of("rows.parquet"), format_of("rows.txt")
+    >>> format_of("rows.parquet"), format_of("rows")
     ('parquet', 'jsonl')
 
     Raises:
-        RunFolderError: the suffix looks like a misspelt format ("parqet").
+        RunFolderError: the suffix is that of no format ("xlsx").
     """
     suffix = Path(file).suffix.removeprefix(".").lower()
     if suffix in FORMATS:
         return suffix
-    if suffix not in _OTHER_JSON and difflib.get_close_matches(suffix, FORMATS):
-        remedy = f"{nearest(suffix, FORMATS)} --format writes a format under any name"
+    if suffix not in _OTHER_JSON:
+        remedy = f"{nearest(suffix, FORMATS)}; --format writes a format under any name"
         raise RunFolderError([Problem(str(file), f"{suffix!r} is no suffix of a format", remedy)])
     return "jsonl"
 
@@ -170,8 +168,8 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
         format: one of `FORMATS`; None: the format of the file's suffix (`format_of`).
 
     Raises:
-        RunFolderError: there is no run, or `file` cannot be written, is no regular file, is a record of a run, or has a
-            misspelt suffix.
+        RunFolderError: there is no run, or `file` cannot be written, is no regular file, is a record of a run, or has the
+            suffix of no format.
         UserError: the format needs a package that is missing.
         StoreError: the ledger cannot be read, or is damaged.
     """
