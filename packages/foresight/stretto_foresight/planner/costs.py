@@ -272,12 +272,36 @@ class Costs:
         """Optimistic estimate of the seconds of a step, in which no role waits for another: to generate a batch, with
         as many concurrent completions as fit, or to train on it, whichever is longer. A running completion has half its
         length on average, so the cache holds more of them than complete ones."""
-        job, lengths = self.job, self.job.lengths
-        context = lengths.prompt_tokens + lengths.mean / 2
+        job, lengths, rows = self.job, self.job.lengths, self._rows
+        step = self.decode(rows, rows * self._context)
+        generation = job.completions * lengths.mean / self.layout.engines / rows * step
+        return max(generation, self.train(self._mean_batch))
+
+    @cached_property
+    def fixed_shares(self) -> tuple[float, float]:
+        """Shares of a decode step and of a training step, both as in `estimate`, that are seconds which the machine's
+        record gives for any model: `step_seconds` and `train_seconds`."""
+        decode, train = self.decode(self._rows, self._rows * self._context), self.train(self._mean_batch)
+        fixed = self.slower_generation * self.machine.step_seconds, self.slower_training * self.machine.train_seconds
+        return fixed[0] / decode, fixed[1] / train
+
+    @property
+    def _context(self) -> float:
+        """Tokens of a running completion in the mean, its prompt included."""
+        return self.job.lengths.prompt_tokens + self.job.lengths.mean / 2
+
+    @property
+    def _rows(self) -> float:
+        """Most completions that run in an engine at a time."""
+        job = self.job
         in_flight = job.rollout.in_flight_bounds[1] * job.rollout.group_size / self.layout.engines
-        rows = max(1.0, min(job.engine.slots, in_flight, self.cache_tokens() / context))
-        generation = job.completions * lengths.mean / self.layout.engines / rows * self.decode(rows, rows * context)
-        return max(generation, self.train([math.floor(lengths.prompt_tokens + lengths.mean)] * job.completions))
+        return max(1.0, min(job.engine.slots, in_flight, self.cache_tokens() / self._context))
+
+    @property
+    def _mean_batch(self) -> list[int]:
+        """Lengths of a batch whose completions all have the mean length."""
+        lengths = self.job.lengths
+        return [math.floor(lengths.prompt_tokens + lengths.mean)] * self.job.completions
 
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 

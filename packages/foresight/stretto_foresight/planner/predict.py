@@ -18,7 +18,7 @@ from stretto.rollout.pacing import pacing_of
 from stretto_foresight.planner.costs import Costs, Job, Layout
 from stretto_foresight.planner.layouts import candidate, candidates, fitting_own_layout
 from stretto_foresight.planner.lengths import Lengths
-from stretto_foresight.planner.machine import MachineProfile
+from stretto_foresight.planner.machine import MachineProfile, known_machines
 from stretto_foresight.simulator.accounts import SimulationReport
 from stretto_foresight.simulator.engines import EngineLimits
 from stretto_foresight.simulator.run import SimulatedRun
@@ -32,6 +32,7 @@ _PATIENCE = 30.0  # CPU seconds after which no simulation starts, and the curren
 _DRAWN = 4  # training steps shown in a timeline
 _SEED = 1  # of the lengths in a simulation
 _BUSY = 0.9  # busy share of a role from which it counts as the bottleneck
+_MOSTLY = 0.75  # share of fixed seconds in a step from which a profile says little about a model
 
 
 class Staleness(Record, frozen=True):
@@ -111,7 +112,7 @@ def plan(
     """Simulate layouts of `devices` devices and order them by the `goal` ("time", "cost" or "staleness"); None: predict
     the recipe's own layout only.
 
-    `say` gets progress messages. After 30 seconds of the `clock` (CPU seconds), no further simulation starts, and the
+    `say` gets progress messages, and a warning if the machine's profile says little about steps as short. After 30 seconds of the `clock` (CPU seconds), no further simulation starts, and the
     current one ends after its step.
 
     Raises:
@@ -126,7 +127,24 @@ def plan(
         found = [predict(job, machine, fitting_own_layout(job, machine), over, say)]
     else:
         found = _search(job, machine, devices, goal, say, over)
-    return RunPlan(machine.name, goal, round(job.lengths.mean, 1), tuple(best_first(found, goal)))
+    layouts = best_first(found, goal)
+    if machine.name in known_machines():
+        best = layouts[0]
+        _tell_fixed(Costs(job, machine, Layout(best.engines, best.ranks, best.tensor)), say)
+    return RunPlan(machine.name, goal, round(job.lengths.mean, 1), tuple(layouts))
+
+
+def _tell_fixed(costs: Costs, say: Callable[[str], None]) -> None:
+    """Warn if three quarters of a step are the seconds that a profile assumes for any model."""
+    machine = costs.machine
+    of_decode, of_training = costs.fixed_shares
+    fixed = [f"{machine.step_seconds:g} s of each decode step"] * (of_decode > _MOSTLY)
+    fixed += [f"{machine.train_seconds:g} s of each training step"] * (of_training > _MOSTLY)
+    if fixed:
+        say(
+            f"warning: most of this is what the profile {machine.name} assumes for any model, {' and '.join(fixed)}: small "
+            "models and small batches probably take far less; `stretto plan --calibrate` on the machine measures it"
+        )
 
 
 def _search(
