@@ -185,7 +185,7 @@ def test_chats_are_rendered_by_the_folders_template(tokenizer: PreTrainedTokeniz
 def test_the_recipe_without_a_model_says_what_is_needed(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/nowhere")
     ended = door("train", FROM_HF, "--dry-run")
-    ended.refused("/nowhere/models/policy: no such folder; a Hugging Face model folder is needed")
+    ended.refused("model.path: /nowhere/models/policy: no such folder; a Hugging Face model folder is needed\n")
 
 
 def test_paths_on_the_command_line_are_relative_to_where_one_is(

@@ -93,7 +93,7 @@ def test_mistakes_of_parts_model_and_data_are_told_together(tmp_path: Path, monk
     with pytest.raises(UserError) as refused:
         make_plan(load_recipe(write(tmp_path, SMALL), ["rewards.function=nowhere:f", "engine.python=/nowhere"]))
     told = str(refused.value).splitlines()
-    places = ["engine.python", "rewards.function", f"{tmp_path}/policy: no such folder", "task.file: "]
+    places = ["engine.python", "rewards.function", f"model.path: {tmp_path}/policy: no such folder", "task.file: "]
     assert [place for place in places if not any(line.startswith(place) for line in told)] == []
 
 
@@ -107,6 +107,15 @@ def test_a_name_of_the_hub_is_told_from_a_path_that_is_wrong(tmp_path: Path) -> 
     with pytest.raises(ModelFolderError) as refused:
         inspect_model_folder(path)
     assert str(refused.value) == f"{path}: {needed}"
+
+
+def test_a_name_in_the_working_directory_may_be_one_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in (Path("gpt2"), tmp_path / "gpt2"):
+        with pytest.raises(ModelFolderError, match=r"^model\.path: .*gpt2: no such folder;.*`hf download gpt2 --local"):
+            inspect_model_folder(path, "model.path")
+    with pytest.raises(ModelFolderError, match=r"^policy: no such folder; a Hugging Face model folder is needed$"):
+        inspect_model_folder("policy")
 
 
 def test_a_folder_of_models_is_no_owner_on_the_hub(tmp_path: Path) -> None:

@@ -123,8 +123,8 @@ BAD_RECIPES: list[tuple[str, list[str], type[StrettoError], str]] = [
     ("wild steps", ["preferences.learning_rate=10"], RecipeError, "10; input should be less than or equal to 1"),
     ("no price", ["preferences.beta=0.0"], RecipeError, "preferences.beta: 0.0; input should be greater than 0"),
     ("no pairs", ["preferences.file=nowhere.jsonl"], DataError, "nowhere.jsonl: no such file"),
-    ("no model", ["model.path=nowhere"], ModelFolderError, "nowhere: no such folder"),
-    ("no reference", ["preferences.reference=nowhere"], ModelFolderError, "nowhere: no such folder"),
+    ("no model", ["model.path=nowhere"], ModelFolderError, "model.path: "),
+    ("no reference", ["preferences.reference=nowhere"], ModelFolderError, "preferences.reference: "),
     ("no GPU", ["preferences.device=cuda"], RecipeError, "preferences.device: 'cuda', and torch finds no GPU"),
 ]
 

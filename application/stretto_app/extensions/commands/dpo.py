@@ -81,7 +81,7 @@ def _found(recipe: PreferenceRecipe) -> tuple[ModelFolder, ModelFolder, Preferen
     config = recipe.preferences
     check_data_files([("preferences.file", config.file)])
     check_devices({"preferences": config})
-    base = inspect_model_folder(base_folder(recipe.model, recipe.seed))
+    base = inspect_model_folder(base_folder(recipe.model, recipe.seed), "model.path")
     check_kind(base)
     tokenizer = load_tokenizer(base.path, special_tokens_in_messages=recipe.model.special_tokens_in_messages)
     asked = config.reference

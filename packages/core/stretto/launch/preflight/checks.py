@@ -102,7 +102,7 @@ def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> ModelFol
     """Check that the model in the folder `reference` has the vocabulary of `tokenizer`; returns its facts. `key`:
     recipe key that names the folder. Raises ModelFolderError if the model cannot be loaded, is not supported, or has
     another vocabulary."""
-    folder = inspect_model_folder(reference)
+    folder = inspect_model_folder(reference, key)
     check_kind(folder)
     other = load_tokenizer(folder.path)
     if other.vocabulary != tokenizer.vocabulary:

@@ -25,17 +25,18 @@ def check_paths(recipe: Recipe) -> None:
     mistakes = Mistakes(UserError)
     with mistakes:
         if recipe.model.path is not None:
-            check_model_folder(Path(recipe.model.path))
+            check_model_folder(Path(recipe.model.path), "model.path")
     with mistakes:
         check_data_files(data_files(recipe))
     mistakes.done()
 
 
-def check_model_folder(folder: Path) -> None:
-    """Check that a folder has a config.json. If it has, nothing else is checked here. Raises ModelFolderError if there
-    is no folder, or no config.json in it; also names what else the folder lacks."""
+def check_model_folder(folder: Path, key: str) -> None:
+    """Check that a folder has a config.json. If it has, nothing else is checked here. `key`: the recipe key that names
+    it, for messages. Raises ModelFolderError if there is no folder, or no config.json in it; also names what else the
+    folder lacks."""
     if not os.path.isfile(folder / "config.json"):
-        inspect_model_folder(folder)
+        inspect_model_folder(folder, key)
 
 
 def data_files(recipe: Recipe) -> Iterator[tuple[str, str]]:

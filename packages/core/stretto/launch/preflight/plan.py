@@ -226,7 +226,7 @@ def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str],
 def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | None]:
     """Check the model of the recipe; returns its facts, tokenizer, longest allowed prompt in tokens, and the facts of a
     reference model or None. Raises ModelFolderError, RecipeError or WorkflowError with every problem of the model."""
-    base, mistakes = inspect_model_folder(base_folder(recipe.model, recipe.seed)), Mistakes(UserError)
+    base, mistakes = inspect_model_folder(base_folder(recipe.model, recipe.seed), "model.path"), Mistakes(UserError)
     check_kind(base)
     with mistakes:
         check_of_servers("check_model", recipe, base)

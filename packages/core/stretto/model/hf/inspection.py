@@ -99,7 +99,8 @@ _ADAPTER = "adapter_model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_NO_OWNERS = ("checkpoints", "model", "models", "weights")  # folders of models: ~/models/policy is no name of the hub
+#: Names of folders of models: ~/models/policy is no name of the hub.
+_NO_OWNERS = ("checkpoints", "model", "models", "policy", "weights")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -125,16 +126,18 @@ class ModelFolder:
     dtype: str  # of most weights; "quantised" if they are not floating-point
 
 
-def inspect_model_folder(path: Path | str) -> ModelFolder:
-    """Check a model folder and read its facts, without loading weights. Raises ModelFolderError, which lists every
-    problem: no folder, a broken or missing config, missing, truncated or pickled weights, a tokenizer that is missing
-    or larger than the embedding, no end-of-sequence token."""
+def inspect_model_folder(path: Path | str, key: str = "") -> ModelFolder:
+    """Check a model folder and read its facts, without loading weights. `key`: the recipe key that names it, for
+    messages; "": none does. Raises ModelFolderError, which lists every problem: no folder, a broken or missing config,
+    missing, truncated or pickled weights, a tokenizer that is missing or larger than the embedding, no end-of-sequence
+    token."""
     folder = Path(path)
+    place = f"{key}: {folder}" if key else str(folder)
     if found := folder_fault(folder):
         remedy = f"a Hugging Face model folder is needed{_meant_by(folder)}"
-        raise ModelFolderError([Problem(str(folder), found, remedy)])
+        raise ModelFolderError([Problem(place, found, remedy)])
     if (policies := sorted((folder / "policy").glob("v*"))) and not (folder / "config.json").exists():
-        raise ModelFolderError([Problem(str(folder), "is a run folder", f"its newest policy is {policies[-1]}")])
+        raise ModelFolderError([Problem(place, "is a run folder", f"its newest policy is {policies[-1]}")])
     problems: list[Problem] = []
     shape = shape_of(folder, problems)
     tensors, size = _weights(folder, problems)
@@ -154,16 +157,18 @@ def inspect_model_folder(path: Path | str) -> ModelFolder:
 
 def _meant_by(folder: Path) -> str:
     """Return advice to append for a path that is no model folder: the most similar model folder beside it; or to
-    download the model, if the path looks like a hub name (owner/name); else ""."""
+    download the model, if the path looks like a hub name (owner/name, or a name in the working directory); else ""."""
+    parts = folder.parts[-2:]
     if os.path.isdir(folder.parent):
         near = nearest(folder.name, sorted(beside.parent.name for beside in folder.parent.glob("*/config.json")))
-        return f"; {near}" if near.startswith("did") else ""
-    parts = folder.parts[-2:]
-    named = len(parts) == 2 and parts[0] not in _NO_OWNERS and all(_HUB_NAME.fullmatch(part) for part in parts)
+        if near.startswith("did"):
+            return f"; {near}"
+        parts = parts[-1:] if folder.absolute().parent == Path.cwd() else ()
+    named = parts and parts[0] not in _NO_OWNERS and all(_HUB_NAME.fullmatch(part) for part in parts)
     if os.path.exists(folder) or not named:
         return ""
     name = "/".join(parts)
-    return f"; if {name} is meant as a hub name: `hf download {name} --local-dir {parts[1]}`, and give that folder"
+    return f"; if {name} is meant as a hub name: `hf download {name} --local-dir {parts[-1]}`, and give that folder"
 
 
 def weights_dtype(folder: Path) -> str:
