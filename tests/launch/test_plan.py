@@ -118,6 +118,18 @@ def test_a_character_that_the_model_does_not_know_is_named_with_its_line(plan_fo
     assert told.startswith(f"{tmp_path}/rows.jsonl:3: 'elf'")
 
 
+def test_characters_that_the_model_does_not_know_are_named_together(plan_for: Planner, tmp_path: Path) -> None:
+    strange = [GOOD | {"prompt": f"3{letter}="} for letter in "zyxz"]
+    told = message(plan_for, [GOOD, *strange, GOOD, GOOD | {"prompt": "1" * 17}])
+    first, long = told.splitlines()
+    places = ", ".join(f"{tmp_path}/rows.jsonl:{line}" for line in (3, 4, 5))
+    assert first.startswith(f"{tmp_path}/rows.jsonl:2: '3z=' cannot be encoded (")
+    assert first.endswith(f"), nor can {places}; not in the vocabulary: 'x' 'y' 'z'")
+    assert long.startswith(f"{tmp_path}/rows.jsonl:7: a prompt of 17 tokens")
+    told = message(plan_for, [GOOD | {"prompt": "w="}] * 9)
+    assert told.endswith(".jsonl:4 and 5 more; not in the vocabulary: 'w'")
+
+
 def test_texts_are_asked_by_the_chat_template_where_the_task_says_so(
     plan_for: Planner, policy: Path, tmp_path: Path
 ) -> None:
@@ -222,7 +234,7 @@ MISTAKES: dict[str, tuple[list[Tree] | None, Tree, str]] = {
         {"warm_start": {}},
         "rows.jsonl:1: prompt and demonstration of 33 tokens; 32 fit",
     ),
-    "more than twenty mistakes": ([GOOD | {"prompt": "x"}] * 30, {}, "the task: 10 more questions like these"),
+    "more than twenty mistakes": ([GOOD | {"prompt": "1" * 17}] * 30, {}, "the task: 10 more questions like these"),
     "answers as long as the context": (
         None,
         {"sampling": {"max_tokens": 32}},

@@ -14,7 +14,7 @@ import msgspec
 from stretto.core.errors import DataError, Problem, RewardFunctionError, RoleError
 from stretto.core.machine import cores
 from stretto.core.records import Outcome, Prompt
-from stretto.model.hf.tokenizer import Tokenizer
+from stretto.model.hf.tokenizer import Tokenizer, not_in_vocabulary
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.judging import PLACE
@@ -24,7 +24,7 @@ from stretto.rollout.questions import Question, Questions
 from stretto.trainer.messages import Demonstration
 from stretto_verify.thoughts import opened
 
-_SHOWN = 20  # most problems in one message
+_SHOWN, _SHOWN_PLACES = 20, 3  # most problems in one message, and further places in one problem
 _PORTION = 64  # number of gold answers that a worker reads within one deadline
 _READING_SECONDS = 60.0  # far more than any readable gold answer takes
 
@@ -137,11 +137,17 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
     """
     prompts: list[Prompt] = []
     problems: list[Problem] = []
+    unknown = _Unknown(tokenizer)
     for question in questions:
         try:
-            ids = _encoded(question, tokenizer)
-        except DataError as error:
+            text = _shown(question, tokenizer)
+        except DataError as error:  # the chat template refuses it
             problems += (Problem(place_of(question), problem.found, problem.remedy) for problem in error.problems)
+            continue
+        try:
+            ids = tokenizer.encode_rendered(text) if text is not None else tokenizer.encode(question.text)
+        except DataError as error:
+            unknown.add(question, question.text if text is None else tokenizer.read_rendered(text), error)
             continue
         if 0 < len(ids) <= longest:
             opens = opened(tokenizer.spell(ids[-_LAST:]))
@@ -150,8 +156,32 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
         remedy = f"at most {longest} fit (the context, or the engine's KV cache, less sampling.max_tokens)"
         problem = Problem(place_of(question), f"a prompt of {len(ids)} tokens", remedy if ids else "1 is needed")
         problems.append(problem)
-    refuse(problems)
+    refuse([*unknown.problems(), *problems])
     return tuple(prompts)
+
+
+class _Unknown:
+    """Texts of questions with characters that the tokenizer does not know, for one message."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._found, self._places, self._characters = "", list[str](), set[str]()
+
+    def add(self, question: Question, text: str, error: DataError) -> None:
+        """Add a text of `question`, and the error of its encoding."""
+        self._found = self._found or error.problems[0].found
+        self._places.append(place_of(question))
+        self._characters |= self._tokenizer.unknown_in(text)
+
+    def problems(self) -> list[Problem]:
+        """One problem: the first question, the places of some others, all of the characters. Empty without texts."""
+        first, *others = list(dict.fromkeys(self._places)) or [""]
+        if not first:
+            return []
+        shown = ", ".join(others[:_SHOWN_PLACES])
+        more = f" and {len(others) - _SHOWN_PLACES:,} more" if len(others) > _SHOWN_PLACES else ""
+        found = self._found + (f", nor can {shown}{more}" if others else "")
+        return [Problem(first, found, not_in_vocabulary(self._characters))]
 
 
 @dataclass(frozen=True)
@@ -215,26 +245,28 @@ def encode_demonstrations(
     end = tokenizer.eos_token_ids[:1]
     shown: list[Demonstration] = []
     problems: list[Problem] = []
+    unknown = _Unknown(tokenizer)
     for prompt, question in zip(prompts, questions, strict=True):
         try:
             answer = tokenizer.encode(question.demonstration or "", special_tokens=False) + end
         except DataError as error:
-            problems += (Problem(place_of(question), problem.found, problem.remedy) for problem in error.problems)
+            unknown.add(question, question.demonstration or "", error)
             continue
         if (length := len(prompt.token_ids) + len(answer)) > context:
             found = f"prompt and demonstration of {length} tokens"
             problems.append(Problem(place_of(question), found, f"{context} fit"))
         shown.append(Demonstration(prompt_ids=prompt.token_ids, completion_ids=answer))
-    refuse(problems)
+    refuse([*unknown.problems(), *problems])
     return tuple(shown)
 
 
-def _encoded(question: Question, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Encode one prompt: by the chat template if it is a chat, or may be shown as one and there is a template."""
+def _shown(question: Question, tokenizer: Tokenizer) -> str | None:
+    """Render a question by the chat template if it is a chat, or may be shown as one and there is a template; None: its
+    prompt is plain text."""
     messages = question.messages or (question.as_chat if tokenizer.has_chat_template else ())
     if not messages:
-        return tokenizer.encode(question.text)
-    return tokenizer.encode_chat(messages, **dict(question.template_arguments))
+        return None
+    return tokenizer.render_chat(messages, opening=True, **dict(question.template_arguments))
 
 
 def place_of(question: Question) -> str:

@@ -324,11 +324,19 @@ class Tokenizer:
 
     def _unknown(self, text: str, why: str) -> DataError:
         """Return the error for a text that cannot be encoded; `why`: for the message."""
-        known = self._backend.get_vocab()
-        strange = sorted({character for character in text if character not in known})
         shown = text if len(text) <= 60 else text[:57] + "..."
         found = f"{shown!r} cannot be encoded ({why})"
-        return DataError([Problem(self.place, found, f"not in the vocabulary: {' '.join(map(repr, strange))}")])
+        return DataError([Problem(self.place, found, not_in_vocabulary(self.unknown_in(text)))])
+
+    def unknown_in(self, text: str) -> set[str]:
+        """Characters of `text` that are no tokens of the vocabulary."""
+        return set(text) - self._backend.get_vocab().keys()
+
+
+def not_in_vocabulary(characters: Iterable[str]) -> str:
+    """Name characters that a tokenizer does not know, for the end of a message; "" if there are none."""
+    named = " ".join(map(repr, sorted(characters)))
+    return f"not in the vocabulary: {named}" if named else ""
 
 
 def load_tokenizer(
