@@ -31,15 +31,20 @@ class Workflow(abc.ABC):
     Example::
 
         class Retry(stretto.Workflow):
+            again = "That is wrong. Try again."
+
             def __init__(self, tries: int = 3) -> None:
                 self.tries = tries
+
+            def words(self) -> list[str]:
+                return [self.again]
 
             async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
                 for attempt in range(self.tries):
                     reply = await chat.generate()
                     if (await chat.score(reply.text)).right:
                         return 1.0 - 0.2 * attempt
-                    chat.say("That is wrong. Try again.")
+                    chat.say(self.again)
                 return 0.0
 
     Attributes:
