@@ -44,6 +44,10 @@ WORDS = (
     (["plan", str(TINY), "--gpu", "h100", "--network", "fast"], "such as 400gbit"),
     (["plan", str(TINY), "--gpu", "h100", "--lengths", "lognormal:mean=-1"], "lognormal has mean and sigma"),
     (["train", "from_hf.toml", "model.path=nosuch"], "no such folder"),
+    (["train", str(TINY), "rewards.function=mine:good"], "rewards.function: 'mine' has no 'good'"),
+    (["train", str(TINY), "workflow.function=mine:Good"], "workflow.function: 'mine' has no 'Good'"),
+    (["train", str(TINY), "workflow.function=nosuch:Good"], "cannot import 'nosuch'"),
+    (["train", str(TINY), "workflow.function=multturn"], "did you mean 'multi_turn'"),
 )
 
 
@@ -77,6 +81,7 @@ def test_a_path_that_leads_nowhere_is_refused_without_any_library(tmp_path: Path
 def test_a_wrong_word_of_a_recipe_is_refused_without_torch(tmp_path: Path) -> None:
     recipe = (ROOT / "recipes" / "from_hf.toml").read_text()
     (tmp_path / "from_hf.toml").write_text(recipe.replace("[algorithm]", "\n[algorithm]"))
+    (tmp_path / "mine.py").write_text("import torch\n")
     for command, modules in imported(tmp_path, *WORDS).items():
         assert not {*HEAVY, *FURTHER[:-1]} & set(modules), command
 

@@ -39,7 +39,9 @@ def test_a_config_is_enough_for_the_best_layouts(tmp_path: Path) -> None:
     assert all(keys <= layout.keys() and layout["staleness"].keys() == {"mean", "p99"} for layout in layouts)
     assert [one["hours"] for one in layouts] == sorted(one["hours"] for one in layouts)
     assert all(line.startswith("simulating ") for line in said[:-1]), said
-    assert said[-1].startswith("warning: most of this is what the profile h100 assumes for any model, 2 s of each train")
+    assert said[-1].startswith(
+        "warning: most of this is what the profile h100 assumes for any model, 2 s of each train"
+    )
     shown = table(found).splitlines()
     assert len(shown) == 4 + len(layouts)
     assert [line for line in shown if line.startswith("eta: rollout.max_staleness, ")] == [shown[-2]]

@@ -178,7 +178,7 @@ def large() -> Job:
 
 
 def test_a_profile_of_a_gpu_says_what_it_assumes_where_that_is_most_of_a_step() -> None:
-    """Of `large`, 8,192 completions of 700 tokens in the mean take seven H100 some minutes; of `job`, no millisecond."""
+    """8,192 completions of 700 tokens take seven H100 some minutes with `large`; a batch of `job`, no millisecond."""
     h100, short, said = machine_of("h100"), "0.005 s of each decode step and 2 s of each training step", list[str]()
     plan(job().with_settings({}, {}, {"micro_batch_tokens": 1024}), h100, None, say=said.append)
     assert [line for line in said if line.startswith("warning: ") and short in line and "--calibrate" in line] == said

@@ -211,7 +211,11 @@ def test_the_suffix_says_the_format_and_a_format_says_more(run: Path, tmp_path: 
         assert json.loads(lines.readline())["id"] == "0.1.0/0"
 
 
-NEAREST = {"a.parquett": "did you mean 'parquet'?; ", "a.jsnl": "did you mean 'jsonl'?; ", "a.tsv": "did you mean 'csv'?; "}
+NEAREST = {
+    "a.parquett": "did you mean 'parquet'?; ",
+    "a.jsnl": "did you mean 'jsonl'?; ",
+    "a.tsv": "did you mean 'csv'?; ",
+}
 ALL = "allowed: csv, jsonl, parquet; "
 
 

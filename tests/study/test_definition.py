@@ -164,9 +164,7 @@ def test_an_unknown_name_has_a_near_one() -> None:
         find_study("stalenes")
 
 
-def test_a_folder_with_the_name_of_a_study_is_not_taken_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_with_the_name_of_a_study_is_not_taken_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("staleness", "mine"):
         (tmp_path / name).mkdir()

@@ -36,33 +36,42 @@ def refuse_run(folder: Path) -> None:
     RunFolder.open(folder)
 
 
-def refuse_recipe(recipe: Path, overrides: Sequence[str], *, paths: bool = True) -> tuple[str, ...]:
-    """Check the keys and values of a recipe, and with `paths` the paths that it names. Return the modules of
-    transformers that its model needs.
+def refuse_recipe(
+    recipe: Path, overrides: Sequence[str], *, paths: bool = True, functions: bool = False
+) -> tuple[str, ...]:
+    """Check the keys and values of a recipe, with `paths` the paths that it names, and with `functions` its rewards and
+    its workflow. Return the modules of transformers that its model needs.
 
     Raises:
         RecipeError: the file is missing or broken, or keys or values are wrong; names all.
         ModelFolderError: with `paths`: the model folder is missing or has no config.json.
         DataError: with `paths`: a data file is missing.
+        RewardFunctionError, WorkflowError: with `functions`: a reward or the workflow is nowhere.
     """
     from stretto_app.forking.imports import imports_of_roles
 
     refuse_file(recipe)
     with importing(), imports_of_roles():
-        from stretto.launch.preflight.paths import check_paths
+        from stretto.core.errors import Mistakes, UserError
+        from stretto.launch.preflight.paths import check_functions, check_paths
         from stretto.launch.recipe.recipe import load_recipe
 
-        found = load_recipe(recipe, overrides)
-        if paths:
-            check_paths(found)
+        found, mistakes = load_recipe(recipe, overrides), Mistakes(UserError)
+        with mistakes:
+            if paths:
+                check_paths(found)
+        with mistakes:
+            if functions:
+                check_functions(found)
+        mistakes.done()
         return found.model.modules()
 
 
 def refuse_training(
     recipe: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, *, paths: bool
 ) -> tuple[str, ...]:
-    """Check what `stretto train` is given: a recipe, or with `resume` a run folder. `paths`: also the paths that a
-    recipe names. Return the modules of transformers that the model needs.
+    """Check what `stretto train` is given: a recipe, or with `resume` a run folder. `paths`: also the paths and the
+    functions that a recipe names. Return the modules of transformers that the model needs.
 
     Raises:
         RunFolderError: there is no such run to resume.
@@ -71,7 +80,7 @@ def refuse_training(
     if resume and run_dir is None and not (recipe.suffix or os.path.exists(recipe)):
         refuse_run(recipe)
     if not (resume and os.path.isdir(recipe)):
-        return refuse_recipe(recipe, overrides, paths=paths)
+        return refuse_recipe(recipe, overrides, paths=paths, functions=paths)
     return refuse_resumed(recipe, overrides) if run_dir is None else ()
 
 
@@ -92,15 +101,16 @@ def refuse_preferences(recipe: Path, overrides: Sequence[str]) -> tuple[str, ...
 
 
 def refuse_resumed(run: Path, overrides: Sequence[str]) -> tuple[str, ...]:
-    """Check the recipe in a run folder with the `overrides`: keys, values and paths. Return the modules of transformers
-    that its model needs, or () if the folder has no recipe.
+    """Check the recipe in a run folder with the `overrides`: keys, values, paths and functions. Return the modules of
+    transformers that its model needs, or () if the folder has no recipe.
 
     Raises:
         RunFolderError: the folder holds no run.
         RecipeError: keys or values are wrong.
         ModelFolderError: the model folder is missing or has no config.json.
         DataError: a data file is missing.
+        RewardFunctionError, WorkflowError: a reward or the workflow is nowhere.
     """
     refuse_run(run)
     recipe = run / "recipe.toml"
-    return refuse_recipe(recipe, overrides) if recipe.is_file() else ()
+    return refuse_recipe(recipe, overrides, functions=True) if recipe.is_file() else ()

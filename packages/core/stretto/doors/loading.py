@@ -4,6 +4,7 @@ import path, and those of packages beside the core, whose absence is an error th
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import os
@@ -12,6 +13,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -136,15 +138,84 @@ def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> objec
         RecipeError: no built-in part has the name, or its package is not installed, or the module cannot be imported or
             does not have it.
     """
+    module, attribute = _named(name, place, what, built_in)
+    if name in built_in:
+        check_packages(f"{place}: {name!r}", module.partition(".")[0])
+    return _attribute(place, module, attribute, _imported(place, module))
+
+
+def check_source(name: str, place: str, what: str, built_in: Mapping[str, str], folder: str | None) -> None:
+    """Check that the part called `name` exists, without an import: of a user-defined one in `folder` or the working
+    directory the source text is read. One elsewhere, or whose text does not tell, is taken for right. Other arguments
+    are those of `load`.
+
+    Raises:
+        RecipeError: no built-in part has the name, there is no such module, or its text does not define the name.
+    """
+    module, attribute = _named(name, place, what, built_in)
+    if name in built_in:
+        return
+    try:
+        tree = _source(module, folder)
+    except ModuleNotFoundError as error:
+        raise RecipeError([_not_imported(place, module, error)]) from None
+    first = attribute.partition(".")[0]
+    if tree is not None and (defined := _bound(tree)) is not None and first not in defined:
+        near = nearest(first, [name for name in _parts_of(tree) if name[0] != "_"])
+        raise RecipeError([Problem(place, f"{module!r} has no {attribute!r}", near)])
+
+
+def _source(module: str, folder: str | None) -> ast.Module | None:
+    """Parse the source file of a module in `folder` or the working directory. None: it is elsewhere, or has none that
+    can be read. Raises ModuleNotFoundError if its top package is nowhere."""
+    names = module.split(".")
+    spec = PathFinder.find_spec(names[0], [*filter(None, (folder,)), os.getcwd()])
+    if spec is None and find_spec(names[0]) is None:
+        raise ModuleNotFoundError(f"No module named {names[0]!r}", name=names[0])
+    for number in range(2, len(names) + 1):
+        inner = None if spec is None else spec.submodule_search_locations
+        spec = None if inner is None else PathFinder.find_spec(".".join(names[:number]), inner)
+    if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
+        return None
+    try:
+        return ast.parse(Path(spec.origin).read_bytes())
+    except (OSError, SyntaxError, ValueError):  # its import will say what is wrong
+        return None
+
+
+def _parts_of(tree: ast.Module) -> list[str]:
+    """Names of the functions and classes on the top level of a module."""
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+
+
+#: Words in the text of a module that may define names which no other word of it does.
+_HIDDEN = {"*", "__getattr__", "exec", "globals", "locals", "modules", "setattr", "vars", "__dict__"}
+
+
+def _bound(tree: ast.Module) -> set[str] | None:
+    """All names that are bound anywhere in a module; None if it may have others."""
+    names, others = set[str](), set[str]()
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.alias(name=name, asname=known):
+                names.add(known or name.partition(".")[0])
+            case ast.Name(id=name) | ast.Attribute(attr=name):
+                others.add(name)
+                names.update({name} if isinstance(node.ctx, ast.Store) else ())
+    return None if _HIDDEN & (names | others) else names
+
+
+def _named(name: str, place: str, what: str, built_in: Mapping[str, str]) -> tuple[str, str]:
+    """Module and attribute of the part called `name`. Arguments and errors are those of `load`."""
     if not is_own(name) and name not in built_in:
         remedy = f"{nearest(name, built_in)}; one of your own is written 'package.module:name'"
         raise RecipeError([Problem(place, f"no built-in {what} is called {name!r}", remedy)])
     module, _, attribute = built_in.get(name, name).partition(":")
     if not (module and attribute) or module.startswith("."):
         raise RecipeError([Problem(place, f"{name!r} names no {what}", "it is written 'package.module:name'")])
-    if name in built_in:
-        check_packages(f"{place}: {name!r}", module.partition(".")[0])
-    return _attribute(place, module, attribute, _imported(place, module))
+    return module, attribute
 
 
 def _imported(place: str, module: str) -> object:
@@ -155,8 +226,12 @@ def _imported(place: str, module: str) -> object:
         return importlib.import_module(module)
     # The module is user-defined: anything its import raises, SystemExit included, becomes the message.
     except (Exception, SystemExit) as error:
-        found = f"cannot import {module!r}: {type(error).__name__}: {error}"
-        raise RecipeError([Problem(place, found, _way_out(module, error))]) from error
+        raise RecipeError([_not_imported(place, module, error)]) from error
+
+
+def _not_imported(place: str, module: str, error: BaseException) -> Problem:
+    found = f"cannot import {module!r}: {type(error).__name__}: {error}"
+    return Problem(place, found, _way_out(module, error))
 
 
 def _attribute(place: str, module: str, attribute: str, found: object) -> object:

@@ -112,8 +112,8 @@ def plan(
     """Simulate layouts of `devices` devices and order them by the `goal` ("time", "cost" or "staleness"); None: predict
     the recipe's own layout only.
 
-    `say` gets progress messages, and a warning if the machine's profile says little about steps as short. After 30 seconds of the `clock` (CPU seconds), no further simulation starts, and the
-    current one ends after its step.
+    `say` gets progress messages, and a warning if the machine's profile says little about steps as short. After 30
+    seconds of the `clock` (CPU seconds), no further simulation starts, and the current one ends after its step.
 
     Raises:
         RecipeError: no layout fits the memory, or no layout of these devices is possible.
@@ -142,8 +142,8 @@ def _tell_fixed(costs: Costs, say: Callable[[str], None]) -> None:
     fixed += [f"{machine.train_seconds:g} s of each training step"] * (of_training > _MOSTLY)
     if fixed:
         say(
-            f"warning: most of this is what the profile {machine.name} assumes for any model, {' and '.join(fixed)}: small "
-            "models and small batches probably take far less; `stretto plan --calibrate` on the machine measures it"
+            f"warning: most of this is what the profile {machine.name} assumes for any model, {' and '.join(fixed)}: "
+            "small models and small batches probably take far less; `stretto plan --calibrate` on the machine measures it"
         )
 
 

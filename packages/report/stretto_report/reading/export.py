@@ -168,8 +168,8 @@ def export_run(path: str | Path, file: str | Path, format: str | None = None) ->
         format: one of `FORMATS`; None: the format of the file's suffix (`format_of`).
 
     Raises:
-        RunFolderError: there is no run, or `file` cannot be written, is no regular file, is a record of a run, or has the
-            suffix of no format.
+        RunFolderError: there is no run, or `file` cannot be written, is no regular file, is a record of a run, or has
+            the suffix of no format.
         UserError: the format needs a package that is missing.
         StoreError: the ledger cannot be read, or is damaged.
     """

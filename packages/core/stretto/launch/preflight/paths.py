@@ -1,16 +1,29 @@
-"""Check of the model folder and data files that a recipe names. It imports little, so that a command can report
-mistakes before it imports torch."""
+"""Check of the model folder, data files and functions that a recipe names. It imports little, so that a command can
+report mistakes before it imports torch."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from stretto.core.errors import DataError, Mistakes, Problem, UserError, nearest
+from stretto.core.errors import (
+    DataError,
+    Mistakes,
+    Problem,
+    RecipeError,
+    RewardFunctionError,
+    UserError,
+    WorkflowError,
+    nearest,
+)
+from stretto.doors.loading import check_source, from_package
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.inspection import inspect_model_folder
+from stretto.rewards.built_in import BUILT_IN
 from stretto.rollout.tasks import DatasetTask, JsonlTask, RowsSource, Source, is_local
+from stretto.rollout.workflow import PLACE as WORKFLOW
+from stretto.rollout.workflow import WorkflowConfig
 
 _SHOWN_NAMES = 8
 
@@ -29,6 +42,33 @@ def check_paths(recipe: Recipe) -> None:
     with mistakes:
         check_data_files(data_files(recipe))
     mistakes.done()
+
+
+def check_functions(recipe: Recipe) -> None:
+    """Check that the rewards and the workflow of a recipe exist, without an import of their modules. Raises
+    RewardFunctionError or WorkflowError if some do not; names all of them."""
+    mistakes, config = Mistakes(UserError), recipe.rewards
+    known = {kind: one.function for kind, one in BUILT_IN.items()}
+    for number, part in enumerate(config.parts):
+        with mistakes:
+            place = f"rewards.functions.{number}.function" if config.functions else "rewards.function"
+            _check_function(RewardFunctionError, part.function, place, "reward", known, config.path)
+    if isinstance(recipe.workflow, WorkflowConfig):
+        own = from_package("stretto_workflows.loading:BUILT_IN", WORKFLOW)
+        with mistakes:
+            name, folder = recipe.workflow.function, recipe.workflow.path
+            _check_function(WorkflowError, name, WORKFLOW, "workflow", own, folder)
+    mistakes.done()
+
+
+def _check_function(
+    kind: type[UserError], name: str, place: str, what: str, built_in: Mapping[str, str], folder: str | None
+) -> None:
+    """Call `check_source`, and raise its error as one of the class `kind`."""
+    try:
+        check_source(name, place, what, built_in, folder)
+    except RecipeError as error:
+        raise kind(error.problems) from None
 
 
 def check_model_folder(folder: Path, key: str) -> None:
