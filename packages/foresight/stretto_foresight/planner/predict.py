@@ -143,7 +143,7 @@ def _tell_fixed(costs: Costs, say: Callable[[str], None]) -> None:
     if fixed:
         say(
             f"warning: most of this is what the profile {machine.name} assumes for any model, {' and '.join(fixed)}: "
-            "small models and small batches probably take far less; `stretto plan --calibrate` on the machine measures it"
+            "small models and batches probably take far less; `stretto plan --calibrate` on the machine measures it"
         )
 
 
