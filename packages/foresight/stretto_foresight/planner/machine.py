@@ -92,7 +92,7 @@ def machine_of(name: str) -> MachineProfile:
     if not os.path.isfile(name):  # false also for a name that no file can have
         found = "no such file, and no machine of this name has a profile"
         raise RecipeError(
-            [Problem(f"machine {name!r}", found, f"{nearest(name.lower(), known_machines())} or {_REMEDY}")]
+            [Problem(f"machine {name!r}", found, f"{nearest(name.lower(), known_machines())}; or {_REMEDY}")]
         )
     try:
         return msgspec.json.decode(Path(name).read_bytes(), type=MachineProfile)
