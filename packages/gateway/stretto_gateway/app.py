@@ -191,7 +191,7 @@ class ChatServer(ABC):
         """
         method = call.scope["method"]
         if (route := self.route(call.path)) is None:
-            raise NotServed(404, f"{method} {call.path[:80]}: no such path")
+            raise NotServed(404, f"{method} {call.path[:80]}: no such path; GET /openapi.json lists all")
         if method != route[0]:
             raise NotServed(405, f"{call.path[:80]} allows {route[0]}, not {method}", allow=route[0])
         await route[1](call)

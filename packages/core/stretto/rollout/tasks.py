@@ -57,9 +57,15 @@ def kind_of(data: str) -> str:
 
 
 def is_local(data: str, folder: Path) -> bool:
-    """Whether `data` is a local file or folder (it exists in `folder`, looks like a path, or has a suffix of `FILES`),
-    not a name of the Hugging Face hub."""
-    return kind_of(data) in FILES or data.startswith(("/", "./", "../", "~")) or (folder / data).exists()
+    """Whether `data` is a local file or folder (it exists in `folder`, looks like a path, has a suffix of `FILES`, or
+    any suffix and no owner), not a name of the Hugging Face hub.
+
+    >>> [is_local(name, Path("/nowhere")) for name in ("rows.csv", "rows.xlsx", "openai/gsm8k", "wikitext-2.0")]
+    [True, True, False, False]
+    """
+    if kind_of(data) in FILES or data.startswith(("/", "./", "../", "~")) or (folder / data).exists():
+        return True
+    return "/" not in data and kind_of(data)[1:].isalpha()
 
 
 class JsonlTask(BaseModel, extra="forbid", frozen=True):
