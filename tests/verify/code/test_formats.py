@@ -168,6 +168,7 @@ def test_a_packed_pickle_takes_no_memory(content: bytes) -> None:
         *[({}, "an object with nothing"), ({"foo": 1}, "an object with 'foo', of no form that is known")],
         ([3], "test 1 has int"),
         ([{"stdin": "1", "stdout": "2"}, {"stdin": "1"}], "test 2 has 'stdin'; needed are 'stdin' and 'stdout'"),
+        (["assert f(1) == 2"], "test 1 is an assert; a list of asserts is the field 'test_list' of an object"),
         ([{"stdin": 1, "stdout": "2"}], "test 1 has 'stdin', 'stdout'"),
         ([{"stdin": "1", "stdout": "2", "extra": 1}], "'extra'"),
         ([{"call": "f", "args": 3, "expected": 1}], "test 1 has 'call'"),

@@ -202,6 +202,8 @@ def _test(test: Any, place: str, metadata: Mapping[str, Any]) -> StdinTest | Cal
             test.get("testtype", "stdin") == "stdin" and test.get("type", "stdin_stdout") == "stdin_stdout"
         ):
             return StdinTest(stdin=_joined(given, place), stdout=_joined(wanted, place))
+    if isinstance(test, str) and test.lstrip().startswith("assert"):
+        raise BadTests(f"{place} is an assert; a list of asserts is the field 'test_list' of an object")
     fields = ", ".join(map(repr, test)) if isinstance(test, dict) else type(test).__name__
     raise BadTests(f"{place} has {fields}; needed are 'stdin' and 'stdout', or 'call', 'args' and 'expected'")
 
