@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from fractions import Fraction
 from functools import lru_cache
 
 from stretto_verify.math.compare.comparison import is_product, same
@@ -41,6 +42,7 @@ from stretto_verify.math.parse.structure import (
     Unreadable,
     Words,
 )
+from stretto_verify.math.parse.units import MAGNITUDES
 from stretto_verify.thoughts import opened
 from stretto_verify.verdicts import Undecided
 
@@ -149,12 +151,13 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         return False
     if prompt and _is_written_back(expected, given, found, prompt):
         return False
-    found = _in_base_of(prompt, found) if prompt and found is not None else found
     told = _told(given.text, found) if isinstance(expected, Scalar) and _is_worded(found) else None
     if told is not None:
         return bool(told.text) and judged(gold, told, prompt)
     if expected is not None and found is not None:
         opinion = same(expected, found)
+        if not opinion and prompt and (asked := _as_asked(prompt, found)) is not found:
+            opinion = same(expected, asked)
         if opinion is False and isinstance(expected, Words) and isinstance(found, Words):
             opinion = _same_statement(expected.text, found.text)
         plain = undeclared(spelled(given.text))
@@ -171,11 +174,17 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         raise Undecided(str(error)) from None
 
 
-def _in_base_of(prompt: str, found: Node) -> Node:
-    """The structure without the base of its number, if the question asks for that base; else as it is."""
+def _as_asked(prompt: str, found: Node) -> Node:
+    """The structure without the base of its number, or the magnitude behind it, if the question names that base or
+    magnitude; else as it is."""
     if isinstance(found, Relation):
-        return replace(found, sides=(*found.sides[:-1], _in_base_of(prompt, found.sides[-1])))
-    if not isinstance(found, Scalar) or not found.unit.startswith("base "):
+        last = _as_asked(prompt, found.sides[-1])
+        return found if last is found.sides[-1] else replace(found, sides=(*found.sides[:-1], last))
+    if not isinstance(found, Scalar):
+        return found
+    if found.scale > 1 and any(size == found.scale and word in prompt for word, size in MAGNITUDES.items()):
+        return replace(found, scale=Fraction(1))
+    if not found.unit.startswith("base "):
         return found
     named = {_BASES.get(one.lower(), str(counted(one) or one)) for pair in _BASE.findall(prompt) for one in pair if one}
     return replace(found, unit="") if found.unit.removeprefix("base ") in named else found

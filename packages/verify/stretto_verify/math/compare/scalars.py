@@ -33,8 +33,8 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
     If both have a unit, the answer is converted. If only one has a unit, it is ignored, but degrees are converted if
     the other scalar is a multiple of pi. An amount in two units ("5 feet 3 inches") differs from a number without a
     unit, a percentage from an amount with one, and an answer in another base than ten from a gold answer without a
-    base. If only one has a scaling word ("percent", "million"), two readings are tried: the word as a factor, and the
-    word as a unit that the question has given.
+    base. A scaling word of the gold answer ("percent", "million") may be a unit that the question has given, so that
+    the answer may lack it; one of the answer counts, unless it is "percent".
     """
     if {gold.unit, answer.unit} == {"degree", "rad"}:
         in_degrees, in_radians = (gold, answer) if gold.unit == "degree" else (answer, gold)
@@ -54,7 +54,7 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
     ):
         return False  # 25% is not 25 cm
     factors = [answer.scale / gold.scale]
-    if scales[0] != scales[1] and 1 in scales and LEFT_OUT.issuperset(scales):
+    if scales[0] != scales[1] and 1 in scales and LEFT_OUT.issuperset(scales) and answer.scale in (1, _PERCENT):
         factors.append(Fraction(1))
     return any_of(_same_latex(gold.latex, answer.latex, _factor(factor)) for factor in factors)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from stretto_verify.math.parse.units import NUMBER_WORD
+from stretto_verify.math.parse.units import COMPARATIVE, NUMBER_WORD
 
 _LETTER = r"[b-hj-z](?![a-zA-Z'’])"  # no article
 _OPERAND = (
@@ -22,20 +22,23 @@ _OPERATOR = (
 )
 _PARTS = r"(?:half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)"
 _RELATED = r"(?:[<>≤≥]|\\(?:leq?|geq?|lt|gt)(?![a-z]))"
-_COMPARATIVE = (
-    "more|less|fewer|greater|larger|smaller|bigger|higher|lower|older|younger|longer|shorter|taller|heavier|lighter"
-)
 _WRONG = r"(?:wrong|incorrect|false|impossible|not (?:right|correct|possible|the answer))\b"
+_CASES = (  # for x > 0, and -5 otherwise
+    r"(?:otherwise\b|else\b|in (?:the (?:first|second|other|last)|one|some|either) cases?\b|at first\b"
+    r"|except\b|up to (?:an? )?sign\b|with (?:either|both) signs?\b"
+    r"|(?:if|for|when|where|unless|with)\b[^.\n]{1,60}?(?:\b(?:otherwise|else)\b|[0-9}$] (?:if|for|when|where)\b))"
+)
 _BEHIND = re.compile(
     r"[$)}*]{0,3}(?:"
     rf"(?:,?[ \t]+|,|(?<=[}}$]))(?:"
     rf"(?:{_OPERATOR})[ ]{_OPERAND}"
-    rf"|(?:{_COMPARATIVE}) than \$?[0-9]"
+    rf"|(?:{COMPARATIVE}) than \$?[0-9]"
+    r"|to the [0-9]"
     rf"|to \$?[-−]?[0-9]++(?! (?:decimal|significant|d\.?p|s\.?f|places|digits|figures))"
     rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b"
     r"|(?:add|subtract|multiply|divide|double|halve|square)\b)"
-    rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
-    r"|if\b[^.\n]{1,60}?(?:\b(?:otherwise|else)\b|[0-9}$] if\b)"
+    rf"|and (?:counting|its|their|(?:the|its) (?:negative|opposite|other)|(?:an?|one|two|three|four|five) {_PARTS})\b"
+    rf"|{_CASES}"
     rf"|times as (?:many|much|[a-z]+) as {_OPERAND}"
     rf"|which (?:is|was) {_WRONG}"
     r"|is (?:only|just|merely) (?:an?|one|the first) (?:part|half|third|step|bound|lower bound|upper bound|guess"
@@ -53,25 +56,29 @@ _BEHIND = re.compile(
 )
 _BEHIND_NOUN = re.compile(  # 5 cm plus 3, 5 apples is wrong
     r"[$)}*]{0,3}[ ](?:[a-zA-Z][\w/²³^]*[ ])?[a-zA-Z][\w/²³^]*,?[ ](?:"
-    rf"(?:plus|minus|less) {_OPERAND}"
-    rf"|(?:{_COMPARATIVE}) than \$?[0-9]"
+    rf"(?:plus or minus|plus|minus|less) {_OPERAND}"
+    rf"|(?:{COMPARATIVE}) than \$?[0-9]"
     r"|(?:or|and) (?:more|less|fewer|above|below)\b(?![ ][a-z])"
     rf"|(?:which )?(?:is|was) (?:{_WRONG}|too (?:small|large|big|low|high|much|many|few)\b)"
     rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
     rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b)"
-    r"|if\b[^.\n]{1,60}?(?:\b(?:otherwise|else)\b|[0-9}$] if\b)"
+    rf"|{_CASES}"
     r")",
     re.IGNORECASE,
 )
-_JOINTS = frozenset(["plus", "minus", "less", "than", "or", "and", "which", "is", "was", "then", "if"])
+_LONE = re.compile(  # 5 cm longer: the answer to "how much longer?" only
+    rf"\$?(?:[ ](?!(?:is|are|was|were)\b)[a-zA-Z]+)?[ ](?:{COMPARATIVE.removeprefix('more|')})[\s.!,;)]*$",
+    re.IGNORECASE,
+)
 _BEHIND_FORMULA = re.compile(rf"[}}]?\$(?:\^|[ \t]*[-−+*/±×÷][ \t]*(?:\$?[0-9]|\$\\?[a-z]|{_LETTER}))")
-#: Words with which what `_BEHIND` finds begins.
+#: Words with which what `_BEHIND` finds begins, and those of which one stands in what `_BEHIND_NOUN` finds.
 _FIRST_WORDS_TEXT = """
 is was plus minus times divided multiplied over choose mod modulo raised to give less together along as out of and then
-if which against more fewer greater larger smaller bigger higher lower older younger longer shorter taller heavier
-lighter
+if which for when where otherwise unless else in at except up with against
 """
-_FIRST_WORDS = frozenset(_FIRST_WORDS_TEXT.split())
+_FIRST_WORDS = frozenset([*_FIRST_WORDS_TEXT.split(), *COMPARATIVE.split("|")])
+_JOINTS_TEXT = "plus minus less than or and which is was then if for when where otherwise unless else in except up with"
+_JOINTS = frozenset([*_JOINTS_TEXT.split(), "at"])
 _FIRST_WORD = re.compile(r"[$)}*]{0,3},?[ \t]*([a-zA-Z]+|[^\w\s,.;:])")
 
 #: Nouns of quantities and of what is counted: "the total of 42" is 42. "The supplement of 42" is another value.
@@ -86,17 +93,25 @@ morning evening help use means end start beginning sake union list choice option
 _QUANTITIES = frozenset(_QUANTITIES_TEXT.split())
 _OF = re.compile(r"(?:^|\W)the (?:[a-z-]+ ){0,2}?(?P<noun>[a-z-]+) of\s*[$(*{\\]{0,3}\s*$", re.IGNORECASE)
 _BEFORE = re.compile(
-    r"(?:\b(?:all but|(?:supplement|complement|conjugate|transpose|reflection|negation|permutations?|subsets?|fraction"
-    r"|inverse) of"
+    r"(?:\b(?:all but|(?:one|some|any|most|part|supplement|complement|conjugate|transpose|reflection|negation"
+    r"|permutations?|subsets?|fraction|inverse) of"
     r"|(?:perpendicular|parallel|orthogonal) to)"
-    r"|[0-9]\$? (?:times|plus|minus|divided by))\s*[$(*{\\]{0,3}\s*$",
+    r"|(?:day|week|month|year|number|integer|prime|one|term|value|remaining)s? (?:after|before|following|preceding"
+    r"|(?:ending|starting|beginning) (?:in|with))"
+    r"|[0-9]\$?(?: [a-z]+)? of (?:the|her|his|its|their|these|those|all)"
+    r"|[0-9]\$? (?:times|plus|minus|divided by|over|out of|choose|to|through))\s*[$(*{\\]{0,3}\s*$"
+    r"|(?:[0-9a-z)$]\s?[+/×÷±·]|[0-9)$] ?[-−*]|√)\s*\$?$|\b(?:minus|negative) \$?$",
     re.IGNORECASE,
 )
-_BOUND = re.compile(rf"\b(?:at (?:least|most)|up to|no (?:{_COMPARATIVE}) than)\s*[$(*]{{0,3}}\s*$", re.IGNORECASE)
+_BOUND = re.compile(rf"\b(?:at (?:least|most)|up to|no (?:{COMPARATIVE}) than)\s*[$(*]{{0,3}}\s*$", re.IGNORECASE)
 _OPENING = " $(*{\\"
-_LAST_WORDS, _ENDS_OF_BOUND = ("of", "to", "but", "times", "plus", "minus", "by"), ("least", "most", "to", "than")
+_LAST_WORDS_TEXT = """
+of to but times plus minus negative by over choose through after before following preceding in with the her his its
+their these those all + / × ÷ ± · - − √
+"""
+_LAST_WORDS, _ENDS_OF_BOUND = tuple(_LAST_WORDS_TEXT.split()), ("least", "most", "to", "than")
 #: Words of which one stands in front of every number that `is_changed_before` or `is_bounded` refuses.
-WORDS_BEFORE = frozenset(["least", "most", "up", "than", "but", "of", "to", "times", "plus", "minus", "by"])
+WORDS_BEFORE = frozenset(["least", "most", "up", "than", *filter(str.isalpha, _LAST_WORDS)])
 
 
 def is_changed_behind(after: str) -> bool:
@@ -107,7 +122,9 @@ def is_changed_behind(after: str) -> bool:
     >>> [is_changed_behind(text) for text in (" apples", ", plus tax")]
     [False, False]
     """
-    if not _JOINTS.isdisjoint(after.split()) and _BEHIND_NOUN.match(after) is not None:
+    if _LONE.match(after) is not None:
+        return True
+    if not _JOINTS.isdisjoint(after.replace(".", " ").split()) and _BEHIND_NOUN.match(after) is not None:
         return True
     first = _FIRST_WORD.match(after)
     if first is None or (first[1][0].isalpha() and first[1].lower() not in _FIRST_WORDS):

@@ -52,7 +52,7 @@ def boxed(text: str) -> str | None:
     if all are denied, None if there is no box with content.
 
     >>> boxed(r"first \boxed{3}, and then \boxed{4} and \boxed{5}."), boxed(r"not \boxed{3}")
-    ('3,4,5', '')
+    ('3, 4, 5', '')
     """
     found = [box for box in _boxes(text) if box.content.strip()]
     if not found:
@@ -69,7 +69,7 @@ def boxed(text: str) -> str | None:
     contents = [_inner(box.content) for box in kept]
     if len(kept) == 1:
         return with_glued(contents[0], text[: kept[0].start], text[kept[0].end :])
-    return ",".join(dict.fromkeys(contents))
+    return ", ".join(dict.fromkeys(contents))
 
 
 def _is_passed(text: str, start: int) -> bool:

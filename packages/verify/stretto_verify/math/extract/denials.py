@@ -89,12 +89,13 @@ _DENIED_AFTER = re.compile(
     re.IGNORECASE,
 )
 _PARTS = "half|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth"
-_ANOTHER_BEHIND = re.compile(  # 42 halves, the 42nd prime, 42 degrees below zero
+_ANOTHER_BEHIND = re.compile(  # 42 halves, the 42nd, the 42nd prime, 42 degrees below zero
     r"\s?(?:st|nd|rd|th)\}*\$?\s+(?:[a-z]+\s+)?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)\b"
     rf"|\$?\s(?:halves|(?:{_PARTS})s\b|(?:[a-z]+\s){{0,2}}below\s(?:zero|freezing|sea level|ground))"
     r"|\$?\stoo\s[a-z]|\$?\s(?:off|less|fewer|lower|short|score|below|above|under|over)[\s.!]*$",
     re.IGNORECASE,
 )
+_ORDINAL = re.compile(r"[$*]{0,3}-?(?:st|nd|rd|th)\b(?:\s(?:one|place))?[\s.!,;]*$")  # the 42nd
 _CONTINUED = re.compile(rf"\s(?:and\s)?{NUMBER_WORD}", re.IGNORECASE)  # 5 thousand and one
 #: "42 no es …", "42 ist falsch", "42 değil"
 _DENIED_AFTER_ELSEWHERE = re.compile(
@@ -136,11 +137,11 @@ _DENYING_WORDS = (
     }
     | {"rule", "rules", "ruled", "ruling", "out"}
 )
-_WORD = re.compile("[a-z]+")
+_WORD, _SIGNED = re.compile("[a-z]+"), re.compile(r"n't|\\ne|!=|[^\x00-\x7f]|[-+/][ $]*$")
 _NOR = re.compile(r"\s*\$?,?\s*(?:or|nor)\s+\$?")
 _AND, _OF_BEFORE = re.compile(r"\s*\$?,?\s*(?:and\s+)?\$?"), re.compile(r"\bof\s*\$?$")
 _SIGNS = ' \n\t\r\f\v\u00a0\u3000$.)}*"”」'
-_SEEN = 60, 40  # characters before and after that are searched
+_SEEN = 60, 80  # characters before and after that are searched
 
 
 def denied(text: str, start: int, end: int) -> bool:
@@ -173,7 +174,7 @@ def undenied(text: str, spans: Iterable[tuple[int, int, str]]) -> list[tuple[int
 def _denied_before(before: str, *, is_boxed: bool) -> bool:
     if not before.isascii() and _DENIED_BEFORE_ELSEWHERE.search(before) is not None:
         return True
-    is_signed = "n't" in before or r"\ne" in before or "!=" in before or not before.isascii()
+    is_signed = _SIGNED.search(before) is not None
     if not is_signed and _DENYING_WORDS.isdisjoint(_WORD.findall(before.lower())):
         return False
     if any(form.search(before) for form in (_DENIED_BEFORE, _LABELLED, _BESIDE, _COMPARED_ABROAD)):
@@ -186,6 +187,8 @@ def _denied_before(before: str, *, is_boxed: bool) -> bool:
 
 
 def _denied_behind(content: str, after: str) -> bool:
+    if content.strip("$}").removeprefix(r"\boxed{").isdigit() and _ORDINAL.match(after) is not None:
+        return True
     first = after.lstrip(_SIGNS)[:1]
     if not first or not (first.isalpha() or first in "?," or not after.isascii()):
         return False

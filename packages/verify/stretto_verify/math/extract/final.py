@@ -53,7 +53,9 @@ _MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,9}) and ((?:an?|one|two|three|four|f
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _CALCULATED = re.compile(r"<<[^<>\n]{1,80}>>")  # a calculator's notes, as in GSM8K
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
-_DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}|</?(?:b|i|u|em|strong|span|mark|code)>")
+_DECORATION = re.compile(
+    r"\$\\(?:blacksquare|square|Box|qed)\$|\\\(\\(?:black)?square\\\)|\bQED\b|\\(?:textcolor|color)\s*\{[^{}]*\}|</?(?:b|i|u|em|strong|span|mark|code)>"
+)
 _BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # not a power
 _SLANTED = re.compile(
     r"(?<![\w*\\])\*([A-Za-z][A-Za-z :]{0,30})\*(?![\w*])"
@@ -125,8 +127,10 @@ _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 i
 _ASIDE = re.compile(
     r"不是(?!\s*(?:正[确確])?答案)"
     r"|,\s+which\s(?:is|are|was|were)\s(?=[^.\n]{0,80}\b(?:more|less|fewer|greater|times|twice|half|larger|smaller)\b)"
+    r"|,\s+(?:exactly )?as\s(?!well)"
     r"|,?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s"
 )
+_BECAUSE = re.compile(r",? (?:because|since)\s(?!.*\b(?:so|hence|thus|therefore|but)\b)[^\n]*$")
 _IN_SPANISH, _NO_OTHER = re.compile("respuesta", re.IGNORECASE), re.compile(r",\s+no\s+(?=\S)")
 _LETTER_ALONE = re.compile(  # D, it cannot be A or B
     r"\(?([A-J])\)?,\s+it (?:isn't|is not|can't be|cannot be|doesn't make sense (?:for it )?to be)\s+\(?[A-J]\b"
@@ -197,7 +201,7 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
     `is_all`: the whole text is meant as an answer, so parts that rule 6 would skip count too.
     """
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
-        return _untagged(tagged[-1].strip())
+        return _untagged(unconditioned(tagged[-1].strip()))
     if (piece := corrected(text)) is not None:
         return FinalAnswer(boxed(piece) or piece, certain=True)
     box = boxed(text)
@@ -244,8 +248,9 @@ def _whole(text: str) -> FinalAnswer | None:
     written = plain(text)
     if is_formula(without_unit(undeclared(written.rstrip(".")))[0]) or _is_spoken(text):
         return FinalAnswer(", ".join(line for line in written.split("\n") if line.strip()), certain=True)
-    if _FEW_WORDS.fullmatch(text):
-        return FinalAnswer(stated(text) or stance(text) or concluded(text), certain=True)
+    few = _BECAUSE.sub("", text)
+    if _FEW_WORDS.fullmatch(few) and (few == text or _STANDS_ALONE.search(few) is None):
+        return FinalAnswer(stated(few) or stance(few) or concluded(few), certain=True)
     return None
 
 
@@ -335,7 +340,7 @@ def _piece_of(rest: str) -> FinalAnswer:
         if denied(told, 0, end):
             return FinalAnswer("", certain=True)
         if end >= len(told) or says_nothing(told[end:]):
-            return FinalAnswer(",".join(contents), certain=True)
+            return FinalAnswer(", ".join(contents), certain=True)
         return FinalAnswer(told, certain=True)
     if (is_short(told) and is_formula(without_unit(told)[0])) or _is_spoken(told) or not re.search("[0-9]", told):
         return FinalAnswer(told, certain=False)
@@ -364,7 +369,7 @@ def _sentence(text: str) -> str:
 
 def _told(rest: str) -> str:
     """First sentence of a text, without quotation marks, and only up to a reason ("because …") or denial ("not 5")."""
-    sentence = _ASIDE.split(_sentence(rest.strip()))[0]
+    sentence = unconditioned(_ASIDE.split(_sentence(rest.strip()))[0])
     return re.sub(r"^'([^']*)'$", r"\1", sentence.strip(' "“”*`'))
 
 
@@ -396,7 +401,7 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
         if titled is not None and _is_title(titled["title"], _LETTERED.match(_bare(titled["value"])) is not None):
             return _piece_of(titled["value"])
         return FinalAnswer(text, certain=False)
-    contents = ",".join(content for _, _, content in reversed(joined))
+    contents = ", ".join(content for _, _, content in reversed(joined))
     if len(joined) == 1 and (measured := with_unit(contents, text[joined[0][1] : joined[0][1] + 60])) != contents:
         return FinalAnswer(measured, certain=True)
     ends = _ENDS_OF_RANGE.match(text, joined[0][1]) if len(joined) == 2 else None

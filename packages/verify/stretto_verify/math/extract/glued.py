@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 
+from stretto_verify.math.extract.denials import denied
+from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.parse.measures import KNOWN, product
 from stretto_verify.math.parse.units import MAGNITUDES
 
@@ -53,6 +55,18 @@ _IN_BASE = re.compile(
     r"\$?\s*\(?(?:in\s+)?(base\s+(?:[0-9]{1,2}|[a-z]{3,7})|binary|octal|hexadecimal)\b", re.IGNORECASE
 )
 _REMAINDER = re.compile(r"\s*\$?\s*\(?\\?p?mod(?![a-z])\s*\{?\s*([0-9]{1,9})")
+_NO_RIVAL = (  # words behind a comma that say something else of the answer
+    r"(?:since|because|exactly|as|where|when|while|with|if|for|not|from|by|using|given|after|obtained|attained|achieved|at|in"
+    r"|although|but|which|who|whose|see|rounded|to|rather|instead|of|plus|minus)\b"
+)
+_RIVAL = re.compile(  # \boxed{8} pairs, that is 16 people; \boxed{6}! = 720
+    r"[$)}*!]{0,3}(?:[ ][a-zA-Z][\w ]{0,40}?)?[ ]?(?:!?(?:=>?|≈|→|⇒|\\(?:approx|to|[Rr]ightarrow|implies)(?![a-z]))[ ]?"
+    r"|(?:[,;–—]|[(\[](?=or\b|i\.e\.|that is|which))[ ]?+(?:(?:which is|that is|i\.e\.|namely),?[ ](?:about[ ])?"
+    rf"|(?:which (?:makes|gives|leaves|means)\b|(?!{_NO_RIVAL}))[^.\n;:0-9$\\(]{{0,40}}(?<!of )(?<!than )))"
+    r"(?:\$(?!\s)(?P<formula>[^$\n]*[0-9][^$\n]*)\$|(?P<number>[-−]?\\?\$?[0-9][0-9,]*+(?:[./][0-9]+)?+(?:\s?\\?%)?))"
+    r"(?! (?:of|more|less|fewer|times)\b)"
+)
+_NUMERIC = re.compile(r"(?:\\(?:[dtc]?frac|sqrt|pi|cdot|times|[%$!, ])|[-+−0-9./^{}()]|,(?=[0-9]{3}))+")
 _COMMA = re.compile(r"\$?,\s*\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
 _LIST_NUMBER = re.compile(r"\s*(?:[0-9]+[.)]|[-*+•]\s)\s*")
 _UNIT = re.compile(
@@ -82,6 +96,8 @@ def with_glued(content: str, before: str, after: str) -> str:
         return rf"{content} \pmod{{{modulus[1]}}}"
     if (other := _OR.match(after) or _COMMA.match(after) or _AND.match(after)) is not None:
         return f"{content}, {other[1]}"
+    if _NUMERIC.fullmatch(content) and (other := _with_rival(content, after)) is not None:
+        return other
     left, opened = _segment_before(before)
     right, closed = _segment_behind(after)
     if _PLAIN_WORD.search(_NO_WORD.sub(" ", f"{left} | {right}")):
@@ -91,6 +107,22 @@ def with_glued(content: str, before: str, after: str) -> str:
     if glued is not None:
         return glued
     return with_unit(content, after)
+
+
+def _with_rival(content: str, after: str) -> str | None:
+    """The number in a box and another one that its sentence goes on with, as a list; None if there is none, or it is
+    denied, a reason, or the same amount in another unit."""
+    if (found := _RIVAL.match(after)) is None:
+        return None
+    start = found.start("formula" if found["number"] is None else "number")
+    if denied(after, start, found.end()):
+        return None
+    number = next((term for at, _, term in terms(after[start : start + 60]) if at == 0), found["number"])
+    one, other = with_unit(content, after), found["formula"] or with_unit(number, after[found.end() :])
+    if one != content and other != number and found["formula"] is None:
+        return None
+    joint = r" \approx " if "≈" in found[0] or r"\approx" in found[0] else ", "
+    return f"{one}{joint}{other}"
 
 
 def _segment_before(before: str) -> tuple[str, bool]:

@@ -25,8 +25,8 @@ _REASONED = re.compile(
 _CONCLUDED = re.compile(r"(?:so|thus|hence|therefore),?\s+(?=\S)", re.IGNORECASE)
 _CONTRASTED = re.compile(r"([A-Za-z'-]+(?: [A-Za-z'-]+){0,2}), not [A-Za-z' -]+[.!]?")
 _ON_A_DAY = re.compile(
-    r"(?:(?:so|thus|hence|therefore),? )?(?:it|that|this|the [a-z]+(?: [a-z]+)?) (?:(?:will|must|would) )?"
-    r"(?:is|be|was|falls?|fell|lands?|occurs?|happens?|takes place|comes?) (?:on )?(?:an? )?"
+    r"(?:(?:so|thus|hence|therefore),? )?(?:it's|(?:it|that|this|the [a-z]+(?: [a-z]+)?) (?:(?:will|must|would) )?"
+    r"(?:is|be|was|falls?|fell|lands?|occurs?|happens?|takes place|comes?)) (?:on )?(?:an? )?"
     r"((?:mon|tues|wednes|thurs|fri|satur|sun)day)[.!]?",
     re.IGNORECASE,
 )

@@ -25,6 +25,10 @@ _APPROXIMATED = re.compile(
     rf"|\\text\s*\{{\s*(?:\(|,?\s*or\s)\s*{_ABOUT}\s*{_NEAR}\)?\s*\}}"
     rf"|\\text\s*\{{\s*,?\s*(?:or|which is)\s+{_ABOUT}\s*\}}\s*{_NEAR})"
 )
+_SAME_UNIT = re.compile(  # 2π units, or about 6.28 units
+    rf"{_VALUE}(\s[a-z]+)\s*,?\s*\(?(?:or |which is )?{_ABOUT}\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)\1\b\)?"
+)
+_RESTATED = re.compile(r"(?<=[0-9)}$π%*]),? (?:i\.e\.|that is|(?:or )?equivalently),? (?=[$\\]{0,2}-?[0-9]|\$\\)")
 _ANSWER = re.compile(r'"(?:final[ _])?answer"\s*:\s*"((?:[^"\\\n]|\\.)*)"', re.IGNORECASE)
 _POWER_OF_UNIT = re.compile(r"(?<=[a-z])\$\^\s*(\{?[23]\}?)\s*\$")  # cm$^2$
 _DIGIT = re.compile(r"(?![0-9])\d")
@@ -62,14 +66,18 @@ def _in_full(found: re.Match[str]) -> str:
 
 
 def unquoted(text: str) -> str:
-    r"""The text with approximations written as ≈, ``cm$^2$`` as ``cm^2``, and the answer of a JSON object marked.
+    r"""The text with approximations written as ≈, "or" before what is said once more ("i.e."), ``cm$^2$`` as ``cm^2``,
+    and the answer of a JSON object marked.
 
     >>> unquoted("It is 1/6 (about 0.167)."), unquoted('{"answer": "5"}')
     ('It is 1/6 ≈ 0.167.', '{\nAnswer: 5\n}')
     """
     if "$^" in text:
         text = _POWER_OF_UNIT.sub(r"^\1", text)
-    near = _APPROXIMATED.sub(lambda found: f" ≈ {next(filter(None, found.groups())).strip()}", text)
+    text = _RESTATED.sub(" or ", text)
+    near = _APPROXIMATED.sub(
+        lambda found: f" ≈ {next(filter(None, found.groups())).strip()}", _SAME_UNIT.sub(r" ≈ \2\1", text)
+    )
     return _ANSWER.sub(lambda found: f"\nAnswer: {found[1]}\n", near)
 
 

@@ -27,9 +27,13 @@ _PARTS: Final = {"half": 2, "quarter": 4, "hundredth": 100, "thousandth": 1000} 
 }
 _MOST_WORDS: Final = 16
 _NAMES: Final = "|".join(
-    sorted([*_SMALL, *_LARGE, "hundred", *_PARTS, *(f"{part}s" for part in _PARTS)], key=len, reverse=True)
+    sorted([*_SMALL, *_LARGE, "hundred", "dozen", *_PARTS, *(f"{part}s" for part in _PARTS)], key=len, reverse=True)
 )
-_SPELT = re.compile(rf"\b(?:{'|'.join(_SMALL)})\b(?:[ -](?:and )?(?:an? )?(?:{_NAMES}|halves)\b)*", re.IGNORECASE)
+_SPELT = re.compile(
+    rf"\b(?:{'|'.join(_SMALL)}|(?:half )?an? (?:dozen|hundred|{'|'.join(_LARGE)}))\b"
+    rf"(?:[ -](?:and )?(?:an? )?(?:{_NAMES}|halves)\b)*",
+    re.IGNORECASE,
+)
 
 _CHINESE: Final = {digit: number for number, digit in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2, "兩": 2}
 _PLACES: Final = {"十": 10, "百": 100, "千": 1000}
@@ -45,8 +49,9 @@ def counted(words: str) -> Fraction | None:
 
     >>> str(counted("twelve")), str(counted("Two hundred and twenty-one")), str(counted("minus two thirds"))
     ('12', '221', '-2/3')
-    >>> str(counted("two and a half")), str(counted("three point one four")), counted("a dozen"), counted("one two")
-    ('5/2', '157/50', None, None)
+    >>> str(counted("two and a half")), str(counted("three point one four")), str(counted("half a dozen"))
+    ('5/2', '157/50', '6')
+    >>> counted("one two")
     """
     parts = re.split(r"[\s-]+", words.strip().lower())
     if len(parts) > _MOST_WORDS or not parts:
@@ -113,6 +118,8 @@ def _amount(parts: list[str]) -> Fraction | None:
         return whole + Fraction(int("".join(map(str, digits))), 10 ** len(digits))
     if (whole := _whole(parts)) is not None:
         return Fraction(whole)
+    if parts[:1] == ["half"] and len(parts) == 3 and (whole := _whole(parts[1:])) is not None:
+        return Fraction(whole, 2)  # half a dozen
     if (part := _fraction(parts)) is not None:
         return part
     for at, word in enumerate(parts):
@@ -152,9 +159,11 @@ def _whole(parts: list[str]) -> int | None:
             group, before = group + small, kind
         elif word == "hundred" and 0 < group < 100 and before in ("digit", "ten"):
             group, before = 100 * group, "hundred"
+        elif word == "dozen" and group and before in ("digit", "ten"):
+            group, before = 12 * group, "dozen"
         elif word in _LARGE and group and before in ("digit", "ten", "hundred") and _LARGE[word] < largest:
             total, group, largest, before = total + group * _LARGE[word], 0, _LARGE[word], "large"
         else:
             return None
-    is_whole = before in ("digit", "ten", "hundred", "large") and parts not in (["a"], ["an"])
+    is_whole = before in ("digit", "ten", "hundred", "dozen", "large") and parts not in (["a"], ["an"])
     return total + group if is_whole else None

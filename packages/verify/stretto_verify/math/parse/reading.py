@@ -63,7 +63,7 @@ _EQUATED = re.compile(  # sides of a choice's equation: AB, f(x), 2x+3y; no word
 _ONE_CHOICE = re.compile(r"\(?[A-J]\)?")
 _NOT_READ = re.compile(
     r"\?|(?<![0-9] )(?<![0-9])\\ldots|\\text\{[^{}]*[^{}a-zA-Z\s][^{}]*\}|_\{[^{}]*,|(?<![0-9a-zA-Z)}!\s])\s*[*/]"
-    r"|[!]{2}|[0-9]\s*_|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
+    r"|[!]{2}|[0-9]\s*_|^(?!.*\\(?:text|begin)).*(?<![\\a-zA-Z{])[a-zA-Z]{5}|^(?!.*\\begin).*&|^[^|]*\|[^|]*(?:\|[^|]*\|[^|]*)*$"
 )
 _SIDE_BY_SIDE = re.compile(r"(?<![^-+*/=(,\s])[0-9.]++\s+[0-9]++(?!\s*/)|[0-9]\.\s|[0-9]\.[0-9]+\.[0-9]")
 _POINT = re.compile(r"^[K-Z]'*\s*(?=\(.*,.*\)$)")  # P(1,2)
@@ -324,7 +324,7 @@ def _made(sides: list[str], signs: list[str]) -> Node:
     elif (
         signs[0] == r"\approx"
         and len(signs) == 1
-        and not re.search("[a-zA-Z]", re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+", "", sides[0]))
+        and not re.search("[a-zA-Z]", re.sub(r"\\text\{[^{}]*\}|\\[a-zA-Z]+|(?<![a-zA-Z])e(?=\s*\^)", "", sides[0]))
     ):
         _check_near(sides)
         return _beside(node(sides[0]), sides[1:])

@@ -306,8 +306,8 @@ _REPLACED: Final = tuple(
             r"\1;",
         ),
         (r"\\text\s*\{\s*\(?([A-J]|[0-9]+)\)?\s+(?:and|or)\s+\(?([A-J]|[0-9]+)\)?\s*\}", r"\1,\2"),
-        (r"\\text\s*\{\s*\$?\s*,?\s*(?:and|or|oder|und)\s*\}", ","),
-        (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])\s*,?", ","),
+        (r"\\text\s*\{\s*\$?\s*,?\s*(?:and|or|oder|und)\s*\}", ", "),
+        (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])\s*,?", ", "),
         (r"(?<=[0-9)])\s*or(?=[A-Za-z(])|\\(?:(?:land|wedge|lor|vee)(?![a-z])|&)", ","),
         (r"\\(?:d|t|c)frac", r"\\frac"),
         (r"\\(?:d|t)binom", r"\\binom"),
@@ -385,7 +385,7 @@ def spelled(text: str) -> str:
     r"""The final answer in canonical spelling (see the module).
 
     >>> spelled(r"$\dfrac12\,$."), spelled("-1 + exp(16)"), spelled(r"\(12\text{ and }13\)")
-    ('\\frac{1}{2}', '-1 + e^{16}', '12,13')
+    ('\\frac{1}{2}', '-1 + e^{16}', '12, 13')
     """
     if PLAIN_NUMBER.fullmatch(text) is not None:
         return text

@@ -30,6 +30,10 @@ NUMBER_WORD: Final = (
     r"(?:one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|thirteen|fourteen|fifteen|sixteen|seventeen"
     r"|eighteen|nineteen|twenty|thirty|forty|fifty|sixty|seventy|eighty|ninety|an? (?:hundred|half|third|quarter))\b"
 )
+#: Comparatives that may follow an amount: 5 cm longer.
+COMPARATIVE: Final = (
+    "more|less|fewer|greater|larger|smaller|bigger|higher|lower|older|younger|longer|shorter|taller|heavier|lighter"
+)
 #: Sizes of the words that a question may have given, so that "3 dozen" is 3, too; those of the others may not be left
 #: out.
 LEFT_OUT: Final = frozenset([1, Fraction(1, 100), 12, 100, 10**3, 10**6, 10**9, 10**12])
@@ -92,7 +96,7 @@ _DENIED = re.compile(
     r"|fails?|excluded|too|below|halves|(?:third|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s"
     r"|(?:st|nd|rd|th) (?:[a-z]+ )?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)"
     r"|of (?:the |an? )?(?:[a-z]+ )?(?:half|third|quarter|rest)|at (?:least|most)|counting"
-    r"|(?:less|fewer|lower|short|score)(?=\s*$)"
+    rf"|(?:{COMPARATIVE.removeprefix('more|')}|short|score)(?=\s*$)"
     rf"|less (?:{NUMBER_WORD})"
     r"|(?:and|or) (?:an? )?(?:half|third|quarter|one|two|three|four|five|six|seven|eight|nine|ten|twenty|thirty"
     r"|forty))\b",
