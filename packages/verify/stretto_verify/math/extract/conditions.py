@@ -36,6 +36,7 @@ _PARTED = re.compile(  # 42 students: 20 girls and 22 boys
     r"(?::|\()(?P<parts>[^=()\n]{3,200})\)?[\s.!]*$"
 )
 _PART, _NO_WORD = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:\.[0-9]+)?"), re.compile(r"(?:[0-9,;.\s]|and)+")
+_END_OF_PROOF = re.compile(r"(?:\$\\(?:blacksquare|square|Box|qed)\$|\\\(\\(?:black)?square\\\)|QED)[\s.]*$")
 _LONGEST_LINE = 400
 
 
@@ -50,7 +51,7 @@ def unconditioned(text: str) -> str:
     """
     text = _DECLARED.sub("", _ATTAINED.sub("", text))
     start = text.rstrip().rfind("\n") + 1
-    last = text[start:]
+    last = _END_OF_PROOF.sub("", text[start:])
     if len(last) > _LONGEST_LINE or not last.strip():
         return text
     if (parted := _PARTED.search(last)) is not None and (total := _total(parted)) is not None:

@@ -53,9 +53,7 @@ _MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,9}) and ((?:an?|one|two|three|four|f
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _CALCULATED = re.compile(r"<<[^<>\n]{1,80}>>")  # a calculator's notes, as in GSM8K
 _EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}")  # "put it into \boxed{}"
-_DECORATION = re.compile(
-    r"\$\\(?:blacksquare|square|Box|qed)\$|\\\(\\(?:black)?square\\\)|\bQED\b|\\(?:textcolor|color)\s*\{[^{}]*\}|</?(?:b|i|u|em|strong|span|mark|code)>"
-)
+_DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}|</?(?:b|i|u|em|strong|span|mark|code)>")
 _BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # not a power
 _SLANTED = re.compile(
     r"(?<![\w*\\])\*([A-Za-z][A-Za-z :]{0,30})\*(?![\w*])"

@@ -74,11 +74,12 @@ def unquoted(text: str) -> str:
     """
     if "$^" in text:
         text = _POWER_OF_UNIT.sub(r"^\1", text)
-    text = _RESTATED.sub(" or ", text)
-    near = _APPROXIMATED.sub(
-        lambda found: f" ≈ {next(filter(None, found.groups())).strip()}", _SAME_UNIT.sub(r" ≈ \2\1", text)
-    )
-    return _ANSWER.sub(lambda found: f"\nAnswer: {found[1]}\n", near)
+    if any(words in text for words in ("i.e.", "that is", "equivalently")):
+        text = _RESTATED.sub(" or ", text)
+    if any(word in text for word in ("about", "approx", "≈", "roughly", "around")):
+        text = _SAME_UNIT.sub(r" ≈ \2\1", text)
+        text = _APPROXIMATED.sub(lambda found: f" ≈ {next(filter(None, found.groups())).strip()}", text)
+    return _ANSWER.sub(lambda found: f"\nAnswer: {found[1]}\n", text)
 
 
 _RAISED = "⁰¹²³⁴⁵⁶⁷⁸⁹⁻"
