@@ -25,7 +25,7 @@ _RELATED = r"(?:[<>≤≥]|\\(?:leq?|geq?|lt|gt)(?![a-z]))"
 _WRONG = r"(?:wrong|incorrect|false|impossible|not (?:right|correct|possible|the answer))\b"
 _CASES = (  # for x > 0, and -5 otherwise
     r"(?:otherwise\b|else\b|in (?:the (?:first|second|other|last)|one|some|either) cases?\b|at first\b"
-    r"|except\b|up to (?:an? )?sign\b|with (?:either|both) signs?\b"
+    r"|except\b|up to sign\b|with (?:either|both) signs?\b"
     r"|(?:if|for|when|where|unless|with)\b[^.\n]{1,60}?(?:\b(?:otherwise|else)\b|[0-9}$] (?:if|for|when|where)\b))"
 )
 _BEHIND = re.compile(
@@ -37,12 +37,14 @@ _BEHIND = re.compile(
     rf"|to \$?[-−]?[0-9]++(?! (?:decimal|significant|d\.?p|s\.?f|places|digits|figures))"
     rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b"
     r"|(?:add|subtract|multiply|divide|double|halve|square)\b)"
-    rf"|and (?:counting|its|their|(?:the|its) (?:negative|opposite|other)|(?:an?|one|two|three|four|five) {_PARTS})\b"
+    r"|(?:plus|minus|times|up to) (?:an?|some) (?:[a-z]+ )?(?:constant|factor|multiple|sign)\b"
+    r"|and (?:its|their|every|all|any|possibly|perhaps|maybe|some|others?|the (?:negative|opposite|other))\b"
+    rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
     rf"|{_CASES}"
     rf"|times as (?:many|much|[a-z]+) as {_OPERAND}"
     rf"|which (?:is|was) {_WRONG}"
-    r"|is (?:only|just|merely) (?:an?|one|the first) (?:part|half|third|step|bound|lower bound|upper bound|guess"
-    r"|estimate)\b"
+    r"|is (?:an? )?(?:upper|lower) bound"
+    r"|is (?:only|just|merely) (?:an?|one|the first) (?:part|half|third|step|bound|guess|estimate)\b"
     r"|against[.\s]*$"
     r"|of (?:the |an? )?(?:(?:remaining|other|first|last|second|original) )?(?:half|third|quarter|rest|remainder)\b"
     r")"
@@ -93,8 +95,8 @@ morning evening help use means end start beginning sake union list choice option
 _QUANTITIES = frozenset(_QUANTITIES_TEXT.split())
 _OF = re.compile(r"(?:^|\W)the (?:[a-z-]+ ){0,2}?(?P<noun>[a-z-]+) of\s*[$(*{\\]{0,3}\s*$", re.IGNORECASE)
 _BEFORE = re.compile(
-    r"(?:\b(?:all but|(?:one|some|any|most|part|supplement|complement|conjugate|transpose|reflection|negation"
-    r"|permutations?|subsets?|fraction|inverse) of"
+    r"(?:\b(?:all but|outside|(?:one|some|any|most|part|elements?|multiples|supplement|complement|conjugate|transpose"
+    r"|reflection|negation|permutations?|subsets?|fraction|inverse) of"
     r"|(?:perpendicular|parallel|orthogonal) to)"
     r"|(?:day|week|month|year|number|integer|prime|one|term|value|remaining)s? (?:after|before|following|preceding"
     r"|(?:ending|starting|beginning) (?:in|with))"
@@ -106,8 +108,8 @@ _BEFORE = re.compile(
 _BOUND = re.compile(rf"\b(?:at (?:least|most)|up to|no (?:{COMPARATIVE}) than)\s*[$(*]{{0,3}}\s*$", re.IGNORECASE)
 _OPENING = " $(*{\\"
 _LAST_WORDS_TEXT = """
-of to but times plus minus negative by over choose through after before following preceding in with the her his its
-their these those all + / × ÷ ± · - − √
+of to but times plus minus negative by over choose through after before following preceding in with outside the her his
+its their these those all + / × ÷ ± · - − √
 """
 _LAST_WORDS, _ENDS_OF_BOUND = tuple(_LAST_WORDS_TEXT.split()), ("least", "most", "to", "than")
 #: Words of which one stands in front of every number that `is_changed_before` or `is_bounded` refuses.

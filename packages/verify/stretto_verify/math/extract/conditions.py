@@ -27,8 +27,9 @@ _ROUNDED = re.compile(
 )
 _CONCLUSION = r"\b(?:so|hence|thus|therefore|then|leaving|giving|making|which|but|now|total|answer)\b"
 _REASON = re.compile(  # 58 stickers are left after she gave 12 away
-    rf"([0-9](?:(?!{_CONCLUSION})[^0-9.;:]){{0,40}}?)(?:,\s(?:exactly )?as(?! well)|,?\s(?:because|since"
-    r"|after (?:[a-z]+ing|he|she|it|they|we|you|[A-Z][a-z]+ (?!is|was)[a-z]+)))\b"
+    rf"([0-9](?:(?!{_CONCLUSION})[^0-9.;:]){{0,40}}?)(?:,\s(?:(?:exactly )?as(?! well)|of which"
+    r"|[0-9]+ of (?:which|whom|them|these)|the (?:sum|product|number|difference) of)|\s\(from|\s[—–] (?:this|it)"
+    r"|,?\s(?:because|since|after (?:[a-z]+ing|he|she|it|they|we|you|[A-Z][a-z]+ (?!is|was)[a-z]+)))\b"
     rf"(?:(?!{_CONCLUSION})[^\n]){{1,120}}$"
 )
 _PARTED = re.compile(  # 42 students: 20 girls and 22 boys

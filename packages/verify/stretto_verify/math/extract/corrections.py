@@ -7,9 +7,9 @@ import re
 from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.units import NUMBER_WORD
 
-_PIECE = rf"(?P<piece>\$[^$\n]{{1,80}}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?|{NUMBER_WORD})[.!]?\s*$"
+_PIECE = rf"(?P<piece>\$[^$\n]{{1,80}}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?|{NUMBER_WORD}|\(?(?-i:[A-J])\)?)[.!]?\s*$"
 _SUBJECT = (
-    r"(?:(?:(?:it|that|the (?:(?:correct|right|actual|true|real|new|final) [a-z]+|answer|total|result|count|number|sum))"
+    r"(?:(?:(?:it|that|the (?:(?:correct|right|actual|true|real|new|final) [a-z]+|answer|total|result|number|sum))"
     r"(?:'s|\s(?:is|was|should be|must be|becomes))|there (?:are|is|must be)|we (?:get|have)"
     r"|(?:the )?(?:final|correct|right|actual|new)(?: [a-z]+)?:)\s{1,8})"
 )
@@ -27,7 +27,7 @@ _RECONSIDERED = re.compile(  # \boxed{42}. I forgot to add 1, so it's 43. \boxed
     re.IGNORECASE,
 )
 _LONGEST = 400  # characters behind the beginning of a correction
-_ENDS_IN_WORDS = re.compile(rf"\b{NUMBER_WORD}$", re.IGNORECASE)
+_ENDS_IN_WORDS = re.compile(rf"\b(?:{NUMBER_WORD}|(?-i:[A-J])\)?)$", re.IGNORECASE)
 
 
 def corrected(text: str) -> str | None:

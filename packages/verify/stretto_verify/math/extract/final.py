@@ -87,7 +87,9 @@ _FIRST_LETTER = re.compile(r"\(?[A-J]\)?(?![\w'])(?! [a-z]{2})")  # A 42; no sen
 _WRAPPER = re.compile(r"\\(?:text|math)(?:bf|it|rm|sf|tt|normal)?\s*\{\s*([^{}]*)\}")
 _SPACE = re.compile(r"\\[ ,;()\[\]]|~|\\q?quad(?![a-z])")
 _SENTENCES = re.compile(r"(?<=[.!?])\s+(?![Oo]r\b)|\n(?!\s*[Oo]r\b)")
-_STANDS_ALONE = re.compile(r"(?<![\w'(/-])\(?[A-HJ]\)?(?![\w'/-])(?!\s+(?!(?:i[st]|isn't|or|and|because)\b)[a-z]{2})")
+_STANDS_ALONE = re.compile(
+    r"(?<![\w'(/-])\(?[A-HJ]\)?(?![\w'/-])(?!\s+(?!(?:i[st]|isn't|or|and|because|satisfies|works|holds|fits)\b)[a-z]{2})"
+)
 _NEXT_CHOICE = re.compile(  # another answer behind a choice, unless a sentence begins with it: "B is too small"
     r"[. \t]*(?:\(+[0-9]|[A-J][).:]"
     r"|(?:\([A-J]\)|[A-J](?![\w']))(?!\s+(?!(?:if|when|where|for|or|and|with|vs|not)\b)[a-z]{2}))"
@@ -128,7 +130,7 @@ _ASIDE = re.compile(
     r"|,\s+(?:exactly )?as\s(?!well)"
     r"|,?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s"
 )
-_BECAUSE = re.compile(r",? (?:because|since)\s(?!.*\b(?:so|hence|thus|therefore|but)\b)[^\n]*$")
+_BECAUSE = re.compile(r"(?:,? (?:because|since)|, as)\s(?!.*\b(?:so|hence|thus|therefore|but)\b)[^\n]*$")
 _IN_SPANISH, _NO_OTHER = re.compile("respuesta", re.IGNORECASE), re.compile(r",\s+no\s+(?=\S)")
 _LETTER_ALONE = re.compile(  # D, it cannot be A or B
     r"\(?([A-J])\)?,\s+it (?:isn't|is not|can't be|cannot be|doesn't make sense (?:for it )?to be)\s+\(?[A-J]\b"
@@ -139,9 +141,7 @@ _TITLED = re.compile(
 )  # the sum of 2 and 3 is 5
 _CLAUSE = re.compile(r"\b(?:that|which|who|whose|where|when|what|if)\b[^.,;:]*?\b(?:is|are|be|equals)\b", re.IGNORECASE)
 _ARTICLE = re.compile(r"\b(?:the|an?|this|that|its?|my|our|his|her|their|so|hence|thus)\b", re.IGNORECASE)
-_OTHER_SCRIPT = re.compile(
-    r"[\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0400-\u1fff\u3040-\u9fff\uac00-\ud7af]"
-)  # words, not formulas
+_OTHER_SCRIPT = re.compile(r"[\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0400-\u1fff\u3040-\u9fff\uac00-\ud7af]")
 _DOLLAR = re.compile(r"\\(?:textdollar(?![a-zA-Z])\s*(?:\{\})?|\$)(?:\s+(?=[0-9]))?")
 _IN_WORDS = re.compile(r"\\text(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}]*)\}")
 _WORD_OR_NUMBER = r"(?:(?:a|[A-Za-z]{2,})[.,]?|-?\\?\$?[0-9][0-9.,/]*(?:\\?%)?)"
@@ -246,10 +246,10 @@ def _whole(text: str) -> FinalAnswer | None:
     written = plain(text)
     if is_formula(without_unit(undeclared(written.rstrip(".")))[0]) or _is_spoken(text):
         return FinalAnswer(", ".join(line for line in written.split("\n") if line.strip()), certain=True)
-    few = _BECAUSE.sub("", text)
-    if _FEW_WORDS.fullmatch(few) and (few == text or _STANDS_ALONE.search(few) is None):
-        return FinalAnswer(stated(few) or stance(few) or concluded(few), certain=True)
-    return None
+    if _FEW_WORDS.fullmatch(text):
+        return FinalAnswer(stated(text) or stance(text) or concluded(text), certain=True)
+    bare = _BECAUSE.sub("", text)
+    return _whole(bare) if bare != text else None
 
 
 def _is_spoken(text: str) -> bool:

@@ -24,7 +24,7 @@ _BEHIND = re.compile(
     rf"\s*(?:\^|_(?=[0-9a-zA-Z{{])|\\?%|[+/](?=\s*[0-9a-zA-Z\\({{])|\*(?!\*)(?=\s*[0-9a-zA-Z\\({{])|-(?=\s*[0-9a-zA-Z\\({{])"
     rf"|{_OPERATOR}|{_FUNCTION}|[×·÷±])|[0-9]|[.,:][0-9]|[a-zA-Z](?![a-zA-Z])"
 )
-_MARK_BEHIND = re.compile(r"\s*(?:!|')")  # in dollar signs only: elsewhere an exclamation, a quotation
+_MARK_BEHIND = re.compile(r"\s*(?:!|')|\((?!\\|mod)")  # in dollar signs only: elsewhere an exclamation, a quotation
 _BEFORE_IN_PROSE = re.compile(r"(?:(?<![0-9.,])[0-9]{1,9}|(?<![\w:>-])[-−])$")
 _BEHIND_IN_PROSE = re.compile(
     rf"[0-9]|[.,:][0-9]|\^|_[0-9{{]|/[0-9]|(?:\s*(?:×|\\times(?![a-z])))\s*10|{_FUNCTION}|[a-z](?![a-zA-Z'])"
@@ -48,7 +48,7 @@ _OR = re.compile(
     r"(?:\s*\^\s*\{?\\circ\}?|\s*\\?%)?\$?,?\s*(?:\\text\{\s*or\s*\}|(?<=[\s$},])or\s+(?:(?:maybe|perhaps|possibly|even)\s+)?)\s*"
     r"\$?(-?[0-9][0-9./]*)\$?(?=[\s.,;:]|$)"
 )
-_AND = re.compile(r"\$?,?\s+and\s+\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
+_AND = re.compile(r"\$?,?\s+and\s+(?:also\s+|possibly\s+)?\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
 _OR_BEFORE = re.compile(r"(?<![0-9.,/])(-?[0-9][0-9./]*)\$?,?\s+or\s+\$?$")
 _SHARE = re.compile(r"\$?\s*(?:\\?%|percent\b)\s*\$?\s*of\s+\\?\$?([0-9][0-9,]*(?:\.[0-9]+)?)")
 _IN_BASE = re.compile(
@@ -63,7 +63,7 @@ _RIVAL = re.compile(  # \boxed{8} pairs, that is 16 people; \boxed{6}! = 720
     r"[$)}*!]{0,3}(?:[ ][a-zA-Z][\w ]{0,40}?)?[ ]?(?:!?(?:=>?|≈|→|⇒|\\(?:approx|to|[Rr]ightarrow|implies)(?![a-z]))[ ]?"
     r"|(?:[,;–—]|[(\[](?=or\b|i\.e\.|that is|which))[ ]?+(?:(?:which is|that is|i\.e\.|namely),?[ ](?:about[ ])?"
     rf"|(?:which (?:makes|gives|leaves|means)\b|(?!{_NO_RIVAL}))[^.\n;:0-9$\\(]{{0,40}}(?<!of )(?<!than )))"
-    r"(?:\$(?!\s)(?P<formula>[^$\n]*[0-9][^$\n]*)\$|(?P<number>[-−]?\\?\$?[0-9][0-9,]*+(?:[./][0-9]+)?+(?:\s?\\?%)?))"
+    r"(?:\$(?!\s|[a-zA-Z]\s*=)(?P<formula>[^$\n]*[0-9][^$\n]*)\$|(?P<number>[-−]?\\?\$?[0-9][0-9,]*+(?:[./][0-9]+)?+(?:\s?\\?%)?))"
     r"(?! (?:of|more|less|fewer|times)\b)"
 )
 _NUMERIC = re.compile(r"(?:\\(?:[dtc]?frac|sqrt|pi|cdot|times|[%$!, ])|[-+−0-9./^{}()]|,(?=[0-9]{3}))+")

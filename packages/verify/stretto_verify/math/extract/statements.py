@@ -18,8 +18,7 @@ _STATEMENT = re.compile(
 )
 _NEGATED = re.compile(r"\b(?:no|none|neither|nothing|nobody|hardly|either|whether|if|which|what|who)\b", re.IGNORECASE)
 _REASONED = re.compile(
-    r"(yes|no|true|false)\b\W{0,3}(?:since|because|as|given|due to)\b[^\\\n]*"
-    r"|(-?[0-9][0-9.,/]*),? (?:since|because)\b(?:(?!\b(?:so|hence|thus|therefore|but)\b)[^\\\n])*",
+    r"(yes|no|true|false)\b\W{0,3}(?:since|because|as|given|due to|[0-9][^\s]* (?:is|are|divides|has))\b[^\\\n]*",
     re.IGNORECASE,
 )
 _CONCLUDED = re.compile(r"(?:so|thus|hence|therefore),?\s+(?=\S)", re.IGNORECASE)
@@ -95,13 +94,13 @@ def stance(text: str) -> str | None:
 
 
 def reasoned(text: str) -> str | None:
-    """The yes, no, true, false or number of a text that goes on with a reason; None for other texts.
+    """The yes, no, true or false of a text that goes on with a reason; None for other texts.
 
-    >>> reasoned("Yes, since 42 is even."), reasoned("17 because 16 is even"), reasoned("17 since it is odd, so 18")
-    ('Yes', '17', None)
+    >>> reasoned("Yes, since 42 is even."), reasoned("No, 43 is odd."), reasoned("Yes or no")
+    ('Yes', 'No', None)
     """
     found = _REASONED.fullmatch(text)
-    return None if found is None else found[1] or found[2].rstrip(".,")
+    return None if found is None else found[1]
 
 
 def concluded(text: str) -> str:

@@ -29,6 +29,7 @@ _SAME_UNIT = re.compile(  # 2π units, or about 6.28 units
     rf"{_VALUE}(\s[a-z]+)\s*,?\s*\(?(?:or |which is )?{_ABOUT}\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)\1\b\)?"
 )
 _RESTATED = re.compile(r"(?<=[0-9)}$π%*]),? (?:i\.e\.|that is|(?:or )?equivalently),? (?=[$\\]{0,2}-?[0-9]|\$\\)")
+_IN_BRACKETS = re.compile(r"(?<=[0-9}$%])\s\(or ([^()\n]{1,30})\)")
 _ANSWER = re.compile(r'"(?:final[ _])?answer"\s*:\s*"((?:[^"\\\n]|\\.)*)"', re.IGNORECASE)
 _POWER_OF_UNIT = re.compile(r"(?<=[a-z])\$\^\s*(\{?[23]\}?)\s*\$")  # cm$^2$
 _DIGIT = re.compile(r"(?![0-9])\d")
@@ -76,6 +77,8 @@ def unquoted(text: str) -> str:
         text = _POWER_OF_UNIT.sub(r"^\1", text)
     if any(words in text for words in ("i.e.", "that is", "equivalently")):
         text = _RESTATED.sub(" or ", text)
+    if "(or " in text:
+        text = _IN_BRACKETS.sub(r" or \1", text)
     if any(word in text for word in ("about", "approx", "≈", "roughly", "around")):
         text = _SAME_UNIT.sub(r" ≈ \2\1", text)
         text = _APPROXIMATED.sub(lambda found: f" ≈ {next(filter(None, found.groups())).strip()}", text)
