@@ -1,7 +1,8 @@
 """Answers that are written to be right for more than they say, and right answers that look like them.
 
 Promises: no answer is right for two different golds, whatever joins its candidates; the question written back is not
-its solution; an answer that cannot be read or computed is wrong. (`test_pairs.py`: what is equal and what is not.)
+its solution, but what it fixes may be left out; an answer that cannot be read or computed is wrong. (`test_pairs.py`:
+what is equal and what is not.)
 """
 
 import re
@@ -78,6 +79,27 @@ def test_the_equation_of_the_question_is_not_its_solution_but_may_be_the_answer_
     assert verdict("y=2x+1", boxed("y=1+2x"), solve) == "right"
     assert verdict("y=2x+1", boxed("2x-y+1=0"), "Which line is it?") == "right"
     assert verdict("y=2x+1", boxed("y=2x+1"), "Which one: (A) $y=2x+1$ or (B) $y=x$?") == "right"
+
+
+#: A gold answer, an answer that says more, and a question that has what it says.
+FIXED = [
+    ("3", r"\boxed{3} million", "How many million people live there?"),
+    ("5", "It is 5 cm longer.", "How much longer is it?"),
+    ("5", "The 5th.", "Which term is 42?"),
+    ("101", r"\boxed{101_2}", "What is 5 in base 2?"),
+]
+
+
+@pytest.mark.parametrize(("expected", "answer", "question"), FIXED)
+def test_a_magnitude_comparative_ordinal_or_base_is_passed_over_only_if_the_question_has_it(
+    expected: str, answer: str, question: str
+) -> None:
+    assert verdict(expected, answer, question) == "right"
+    assert verdict(expected, answer, "What is it?") == "wrong"
+
+
+def test_a_magnitude_counts_even_if_the_question_has_it() -> None:
+    assert verdict("3000000", r"\boxed{3} million", FIXED[0][2]) == "right"
 
 
 EXCESS = {

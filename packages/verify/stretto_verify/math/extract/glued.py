@@ -63,7 +63,7 @@ _RIVAL = re.compile(  # \boxed{8} pairs, that is 16 people; \boxed{6}! = 720
     r"[$)}*!]{0,3}(?:[ ][a-zA-Z][\w ]{0,40}?)?[ ]?(?:!?(?:=>?|≈|→|⇒|\\(?:approx|to|[Rr]ightarrow|implies)(?![a-z]))[ ]?"
     r"|(?:[,;–—]|[(\[](?=or\b|i\.e\.|that is|which))[ ]?+(?:(?:which is|that is|i\.e\.|namely),?[ ](?:about[ ])?"
     rf"|(?:which (?:makes|gives|leaves|means)\b|(?!{_NO_RIVAL}))[^.\n;:0-9$\\(]{{0,40}}(?<!of )(?<!than )))"
-    r"(?:\$(?!\s|[a-zA-Z]\s*=)(?P<formula>[^$\n]*[0-9][^$\n]*)\$|(?P<number>[-−]?\\?\$?[0-9][0-9,]*+(?:[./][0-9]+)?+(?:\s?\\?%)?))"
+    r"(?:\$(?!\s|[a-zA-Z]\s*=)(?P<formula>[^$\n]{0,80}?[0-9][^$\n]{0,80})\$|(?P<number>[-−]?\\?\$?[0-9][0-9,]*+(?:[./][0-9]+)?+(?:\s?\\?%)?))"
     r"(?! (?:of|more|less|fewer|times)\b)"
 )
 _NUMERIC = re.compile(r"(?:\\(?:[dtc]?frac|sqrt|pi|cdot|times|[%$!, ])|[-+−0-9./^{}()]|,(?=[0-9]{3}))+")
