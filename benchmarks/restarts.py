@@ -6,11 +6,12 @@
 All processes of a run of tests/launch/recipes/tiny.toml are killed (SIGKILL) and the run is resumed, repeatedly. Each
 resume is measured by the CPU seconds of all its processes (the conductor, the fork server, and the processes forked
 from it) between the start of the command and its next step. Then each role is killed in turn, and the CPU seconds of
-the replacing processes are counted until the second step after the kill. A role has one replacing process; but when
-the fork server is killed, the kernel ends the processes forked from it too, and they start again in interpreters of
-their own. Workflow worker and outlet belong to a second run, of two turns, with a page for Prometheus. The model costs
-almost nothing, so the numbers are stretto's own. CPU seconds grow much less with the load of the machine than seconds
-do, but a little (other work evicts caches), so medians are reported. New results replace those of the same name only.
+the replacing processes are counted until the second step after the kill. A role has one replacing process; but when the
+fork server is killed, the kernel ends the processes forked from it too, and they start again in interpreters of their
+own. Workflow worker, outlet and weights server belong to a second run, of two turns, which machines can join, with a
+page for Prometheus. The model costs almost nothing, so the numbers are stretto's own. CPU seconds grow much less with
+the load of the machine than seconds do, but a little (other work evicts caches), so medians are reported. New results
+replace those of the same name only.
 """
 
 from __future__ import annotations
@@ -43,8 +44,13 @@ SETTINGS = (
 )
 LAST = "fork server"  # a command has one, and no other once it is killed
 ROLES = ("trainer", "engine", "rewards", LAST)
-_WORKFLOW = ('workflow.function="multi_turn"', "workflow.settings.tries=2", 'workflow.settings.feedback="{prompt}"')
-WORKFLOW_ROLES = ("workflow", "outlet")
+_BESIDE = (
+    'workflow.function="multi_turn"',
+    "workflow.settings.tries=2",
+    'workflow.settings.feedback="{prompt}"',
+    "cluster.listen=127.0.0.1:0",
+)
+BESIDE_ROLES = ("workflow", "outlet", "weights server")
 _STEPS = 30  # between two kills
 _PATIENCE = 900.0  # seconds, of a machine that other work has
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -126,7 +132,7 @@ def measured(resumes: int, times: int) -> dict[str, Any]:
         beside = Path(root) / "beside"
         with reserve_port() as reserved:
             port = f"logging.prometheus_port={port_of(reserved)}"
-            roles |= each_replaced(laboratory, beside, (*SETTINGS, *_WORKFLOW, port), WORKFLOW_ROLES, times)
+            roles |= each_replaced(laboratory, beside, (*SETTINGS, *_BESIDE, port), BESIDE_ROLES, times)
         whole = [resumed(laboratory, run_dir) for _ in range(resumes)]
         kept = check_run(run_dir).kept and check_run(beside).kept
     parts = {name: [cost["by_role"].get(name, 0.0) for cost in whole] for name in ("conductor", *MODULES)}
@@ -134,7 +140,7 @@ def measured(resumes: int, times: int) -> dict[str, Any]:
         "resume": summary(whole),
         "parts": {name: round(statistics.median(found), 2) for name, found in parts.items() if max(found)},
         "roles": {role: summary(costs) for role, costs in roles.items()},
-        "steps": _STEPS * (resumes + len((*ROLES, *WORKFLOW_ROLES)) * times),
+        "steps": _STEPS * (resumes + len((*ROLES, *BESIDE_ROLES)) * times),
         "load": round(os.getloadavg()[0], 1),
         "laws_kept": kept,
     }

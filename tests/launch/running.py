@@ -43,6 +43,7 @@ MODULES = {
     "rewards": "stretto.rewards.service.worker",
     "workflow": "stretto_workflows.worker",
     "outlet": "stretto_report.outlets.role",
+    "weights server": "stretto_cluster.weights.server",
 }
 _PATIENCE = 100.0
 _POLL = 0.05  # seconds; to look for the processes of a command takes a fifth of it
