@@ -4,11 +4,13 @@
 - Whatever goes wrong behind the check of the bytes and reports success is seen, in the mailbox's hand and where weights
   are copied: the version is not live, the engine samples nothing, and the sentence names engine, version and, where
   tensors differ, their names. In float32 the log-probabilities alone show it.
-- Every tensor of a version is compared, and how many were is on record.
+- Every tensor of a version is compared, and how many were is on record; so is each copy of one that a kernel computes
+  with, in which rounding would hide a tensor of the version before.
 - A fault that is gone when the version is loaded again costs nothing but that.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,11 +20,15 @@ from torch import Tensor
 
 from stretto.core.errors import UnprovenWeights
 from stretto.core.records import GenerateRequest, Sampling
+from stretto.engine.native import engine as native
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.parameters import Parameters
 from stretto.model.decode.policy import DecodePolicy
+from stretto.model.kernels import use_onednn
 from stretto.weights.shared_memory import SharedMemorySubscriber
+from stretto_kernels.steps.matmul import COPIED, Kernel, Name, fits
 from tests.canary.ground import Ground, ground
+from tests.model.choosing import always
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 OTHER = "model.layers.1.mlp.down_proj.weight"
@@ -190,6 +196,36 @@ def test_what_adapters_are_added_to_is_compared_as_well(tmp_path: Path, dtype: D
             found, compared = parameters.differing(one.proving._canaries[1].digests)
             assert (set(found), compared) == (differing, one.newest.tensors)
             held.copy_(whole)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [("float32", "panels"), ("float32", "packed"), *(("bfloat16", kernel) for kernel in COPIED)]
+)
+def test_a_copy_of_a_weight_that_a_kernel_has_kept_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: Dtype, kernel: Name
+) -> None:
+    if not fits(kernel, getattr(torch, dtype)):
+        pytest.skip(f"{kernel} is not for {dtype} on this processor")
+    monkeypatch.setattr(native, "use_onednn", partial(use_onednn, chooser=always(kernel)))
+    renewed = Kernel.prepared
+    with ground(tmp_path, dtype) as one:
+        one.publish()
+        one.load()
+        one.advance()
+        weight = one.engine._parameters._parameters[DOWN]
+
+        def keeps(self: Kernel, given: Tensor) -> Tensor:
+            kept = self._prepared if given is weight else None
+            return renewed(self, given) if kept is None else kept
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Kernel, "prepared", keeps)
+            one.learn()
+            one.publish()
+            assert_refused(one)
+        assert one.newest.evidence == f"{DOWN} (copy)"
+        assert one.load() == one.trainer.version
+        assert one.newest.proven
 
 
 def test_a_version_number_that_grows_without_a_load_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

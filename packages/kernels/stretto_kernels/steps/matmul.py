@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -51,6 +52,8 @@ TRAINING: tuple[Name, ...] = ("onednn",)
 #: Kernels for a weight that other modules read too, such as a tied embedding; they do not change its layout.
 SHARED: tuple[Name, ...] = ("onednn", "packed", "panels", "widened")
 GENERATION: tuple[Name, ...] = ("onednn", "columns", "packed", "panels", "widened")
+#: Kernels that compute with a copy of the weight.
+COPIED: tuple[Name, ...] = ("packed", "panels", "widened")
 
 FILE = "kernels.json"
 _TOKENS = (1, 16, 64, 256)
@@ -131,7 +134,7 @@ class Kernel:
     def multiply_many(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x · weightᵀ + bias (None: 0) by the chosen kernel, for at least `choice.fewest` tokens."""
         kernel, width = self.choice.kernel, weight.shape[0]
-        if kernel not in ("packed", "panels", "widened"):
+        if kernel not in COPIED:
             return multiply(kernel, x, weight, bias, width)
         return multiply(kernel, x, self.prepared(weight), bias, width)
 
@@ -141,6 +144,26 @@ class Kernel:
         if self._prepared is None or version != self._version:
             self._prepared, self._version = prepare(self.choice.kernel, weight.detach(), self._prepared), version
         return self._prepared
+
+    def holds(self, weight: Tensor) -> bool:
+        """Whether the copy of `weight`, which is renewed first if the weight has changed, has the weight's numbers.
+        True for a kernel without a copy. Panels are compared by the exclusive or of all numbers' bits: one bit that
+        differs is always found, and a copy of other weights but for one in 65,536 (bfloat16)."""
+        kernel = self.choice.kernel
+        if kernel not in COPIED or weight.device.type != "cpu" or weight.dtype != self.dtype:
+            return True
+        copy = self.prepared(weight)
+        if kernel == "panels":
+            return _parity(copy) == _parity(weight)
+        return torch.equal(copy.to_dense(), weight) if kernel == "packed" else torch.equal(copy.t(), weight.t().float())
+
+
+def _parity(tensor: Tensor) -> int:
+    """Exclusive or of the bits of all numbers, in whatever order they lie; zeros change nothing."""
+    numbers = tensor.detach().contiguous().view(-1).view(torch.int16 if tensor.itemsize == 2 else torch.int32).numpy()
+    whole, combine = len(numbers) * numbers.itemsize // 8 * 8 // numbers.itemsize, np.bitwise_xor.reduce
+    together = combine(numbers[:whole].view(np.uint64), keepdims=True).view(numbers.dtype)  # eight bytes are quicker
+    return int(combine(together) ^ combine(numbers[whole:]))
 
 
 def choose(

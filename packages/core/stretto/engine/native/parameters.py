@@ -29,6 +29,7 @@ from stretto.engine.native.completions import Completions
 from stretto.engine.native.sampling import tempered
 from stretto.model.decode.policy import DecodePolicy
 from stretto.model.decode.text import TextCache
+from stretto.model.kernels import OneDnnLinear
 from stretto.model.packed.logprobs import rows_of_chunk
 from stretto.weights.mailbox import LORA_A, LORA_B, pinned, texts
 from stretto.weights.shared_memory import digest_of_tensor, name_of
@@ -47,6 +48,8 @@ class Parameters:
         self._spare, self._beyond = spare, False  # beyond the device
         self._torn = False  # a load of all parameters has failed halfway
         self._parameters = dict(model.named_parameters())
+        modules = model.named_modules()
+        self._products = {f"{name}.weight": one for name, one in modules if isinstance(one, OneDnnLinear)}
         self._beside = _adapters_of(model)  # of a model that computes W x + B A x: its weights are never changed
         self._bases: dict[str, Tensor] = {}  # without adapters, of the parameters that have had some
         self._adapters: dict[str, Tensor] = {}  # as they were published
@@ -85,8 +88,9 @@ class Parameters:
     def differing(self, digests: Mapping[str, TensorDigest]) -> tuple[tuple[str, ...], int]:
         """Names of tensors in memory that are missing or differ in any bit from the published tensors with these
         digests, and the number of tensors compared, missing ones included. A weight that is not the sum of its base and
-        adapters is named too. A tensor published in another dtype than the engine's was rounded when it was loaded, so
-        it is not compared. A tensor on a GPU is compared by its sums, if its digest has them."""
+        adapters is named too, and so is one whose copy for a matmul kernel has other numbers. A tensor published in
+        another dtype than the engine's was rounded when it was loaded, so it is not compared. A tensor on a GPU is
+        compared by its sums, if its digest has them."""
         held = {name: self._held(name) for name in digests}
         there = {name: tensor for name, tensor in held.items() if tensor is not None}
         alike = {name: tensor for name, tensor in there.items() if name_of(tensor.dtype) == digests[name].dtype}
@@ -95,7 +99,8 @@ class Parameters:
         found = {name: digest_of_tensor(one) for name, one in alike.items() if name not in away} | sums
         lost = [name for name, tensor in held.items() if tensor is None]
         added = [f"{layer}.weight" for layer in self._bases if not self._is_sum(layer)]
-        return (*lost, *differing(digests, found), *added), len(alike) + len(lost)
+        copied = [f"{name} (copy)" for name, one in self._products.items() if not one.kernel.holds(one.weight)]
+        return (*lost, *differing(digests, found), *added, *copied), len(alike) + len(lost)
 
     def _held(self, name: str) -> Tensor | None:
         """The tensor in memory for a published name; for a weight with adapters, its base weight; None if there is
