@@ -1,12 +1,12 @@
 """Promises: layers that multiply by any kernel give the values of `nn.Linear`, those of a trainer its gradients too; a
-kernel's copy of a weight follows the weight."""
+kernel's copy of a weight follows the weight, and a copy that has not followed it is told from it."""
 
 import pytest
 import torch
 from torch import nn
 
 from stretto.model.kernels import use_onednn
-from stretto_kernels.steps.matmul import GENERATION, TRAINING, Kernel, KernelChoice, Name, OneDnnLinear, fits
+from stretto_kernels.steps.matmul import COPIED, GENERATION, TRAINING, Kernel, KernelChoice, Name, OneDnnLinear, fits
 from tests.model.choosing import always
 from tests.tolerances import assert_close
 
@@ -95,3 +95,23 @@ def test_few_tokens_are_multiplied_by_the_default_and_many_by_the_kernel() -> No
         assert_close(kernel.multiply(x, layer.weight, layer.bias), layer(x), 64)
     x = torch.randn(1, fewest - 1, 64)
     assert torch.equal(kernel.multiply(x, layer.weight, layer.bias), layer(x))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float32, "panels"), (torch.float32, "packed"), *((torch.bfloat16, name) for name in COPIED)],
+)
+@pytest.mark.parametrize("shape", [(96, 40), (33, 3), (1, 1)])
+def test_one_bit_that_differs_in_a_copy_is_seen(name: Name, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    if not fits(name, dtype):
+        pytest.skip(f"{name} is not for {dtype} on this processor")
+    kernel, weight = Kernel(KernelChoice(name), dtype), torch.randn(shape).to(dtype)
+    assert kernel.holds(weight)
+    weight.mul_(2)
+    assert kernel.holds(weight), "it is renewed"
+    whole = torch.int32 if dtype is torch.float32 else torch.int16
+    for place in {0, weight.numel() // 2, weight.numel() - 1}:
+        weight.data.view(-1).view(whole)[place] ^= 1  # behind the back of the count of writes
+        assert not kernel.holds(weight), place
+        weight.data.view(-1).view(whole)[place] ^= 1
+        assert kernel.holds(weight)
