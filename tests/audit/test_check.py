@@ -19,6 +19,7 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller
 from stretto.rollout.prompts import PromptStream
 from stretto.store.checkpoints import seal_files
+from stretto.store.ledger.schema import PAGE
 from stretto.store.totals import Membership
 from stretto_report.audit import check, checksums, history, laws, presence, token_laws
 from stretto_report.audit.check import check_run, print_balance, print_findings
@@ -224,13 +225,13 @@ def test_a_recipe_that_says_nothing_of_what_was_promised_is_named(run_dir: Path,
 def test_a_file_that_is_damaged_is_found_or_refused(run_dir: Path) -> None:
     path = run_dir / "ledger.sqlite"
     whole = path.read_bytes()
-    for place in range(4096, len(whole), 4096):  # the type of each page
+    for place in range(PAGE, len(whole), PAGE):  # the type of each page
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 0xFF]) + whole[place + 1 :])
         try:
             kept = check_run(run_dir).kept
         except StoreError:
             continue
-        assert not kept, f"page {place // 4096 + 1}"
+        assert not kept, f"page {place // PAGE + 1}"
 
 
 def test_a_file_of_the_start_that_is_not_what_it_was_is_named_by_its_law(run_dir: Path) -> None:

@@ -23,7 +23,7 @@ from stretto.core.errors import StoreError
 from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import last_step, read_batches
-from stretto.store.ledger.schema import check_log
+from stretto.store.ledger.schema import PAGE, check_log
 from stretto.store.lock import is_held
 from stretto.store.run_folder import RunFolder
 from stretto_report.audit.check import check_run
@@ -160,7 +160,7 @@ def test_the_log_of_a_run_that_is_running_is_left_to_the_run(dead: Path) -> None
     with RunFolder.resume(dead) as folder, closing(Ledger(folder.ledger, StoreConfig())) as ledger:
         one_step(ledger, 4)
         ledger.flush()
-        whole, frame = log.read_bytes(), 24 + 4096
+        whole, frame = log.read_bytes(), 24 + PAGE
         log.write_bytes(whole + whole[-frame : 100 - frame] + bytes(frame - 100) + whole[-frame:])
         with pytest.raises(StoreError, match="damaged"):
             check_log(folder.ledger)

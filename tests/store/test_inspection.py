@@ -20,6 +20,7 @@ from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Outcome, Segment, State, StopReason, Trajectory, Verdict
 from stretto.store.inspection import WeightsSummary
 from stretto.store.ledger.reading import read_batches
+from stretto.store.ledger.schema import PAGE
 from stretto.store.run_folder import RunFolder
 from stretto.store.totals import CATEGORIES, ENGINES, TOTALS, Carried, Membership, Totals
 from stretto_report.reading.export import export_run, read_trajectories
@@ -298,8 +299,8 @@ def test_a_flipped_bit_of_a_ledger_changes_neither_its_export_nor_its_inspection
 
 def test_a_page_of_zeros_is_refused_by_name(flipped: tuple[Path, bytes]) -> None:
     folder, whole = flipped
-    for page in range(1, len(whole) // 4096):
-        damaged(folder, whole[: page * 4096] + bytes(4096) + whole[(page + 1) * 4096 :])
+    for page in range(1, len(whole) // PAGE):
+        damaged(folder, whole[: page * PAGE] + bytes(PAGE) + whole[(page + 1) * PAGE :])
         with pytest.raises(StoreError, match=r"ledger\.sqlite: "):
             inspect_run(folder)
         with pytest.raises(StoreError, match=r"ledger\.sqlite: "):

@@ -358,3 +358,14 @@ def test_a_file_with_a_header_and_no_table_becomes_a_ledger(path: Path) -> None:
     with closing(schema.open_for_writing(path)) as connection:
         assert connection.execute("PRAGMA user_version").fetchall() == [(FORMAT,)]
         assert connection.execute("SELECT count(*) FROM trajectories").fetchall() == [(0,)]
+
+
+def test_a_ledger_with_smaller_pages_is_continued(path: Path, make: Make) -> None:
+    with ledger_at(path, flush_seconds=0) as ledger:
+        assert sql(path, "PRAGMA page_size") == [(8192,)]
+        buffered(ledger, make.group("0.1.0", make.trajectory("0.1.0")))
+    sql(path, "PRAGMA journal_mode = DELETE; PRAGMA page_size = 4096; VACUUM; PRAGMA journal_mode = WAL;")
+    with ledger_at(path, flush_seconds=0) as ledger:
+        assert sql(path, "PRAGMA page_size") == [(4096,)]
+        ledger.commit_batch(make.batch(1, make.group("0.1.0", make.trajectory("0.1.0"))))
+    assert [[group.id for group in batch.groups] for batch in read_batches(path, 0, 1)] == [["0.1.0"]]

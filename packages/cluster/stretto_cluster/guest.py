@@ -202,7 +202,9 @@ def _are_possible(segment: Segment, vocabulary: int) -> bool:
     ids = np.frombuffer(segment.columns, np.uint32, segment.length)  # a negative id is a large one
     width = len(segment.columns) // segment.length - _ID
     logprobs = np.frombuffer(segment.columns, f"<f{width}", segment.length, _ID * segment.length)
-    return bool(ids.max() < vocabulary and logprobs.min() >= -FARTHEST and logprobs.max() <= _ROUNDING)  # NaN is none
+    # as `ids.max()`, without two calls of Python for each; NaN is none
+    most, least = np.maximum.reduce, np.minimum.reduce
+    return bool(most(ids) < vocabulary and least(logprobs) >= -FARTHEST and most(logprobs) <= _ROUNDING)
 
 
 def guest(

@@ -40,6 +40,9 @@ from stretto.store.files import write_atomically
 from stretto.store.ledger.seals import seal
 
 LARGEST = 1 << 30  #: most bytes of a log that is checked; SQLite moves a log into its file at a few MiB
+#: Bytes of a page of a new ledger. In pages of 4 KiB, which older ledgers keep, a row with 1,024 tokens costs SQLite a
+#: quarter more.
+PAGE = 8192
 _HEADER, _FRAME = 32, 24
 _MAGIC = {0x377F0682: "<", 0x377F0683: ">"}  # magic number: byte order in which checksums are computed
 
@@ -259,7 +262,7 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
 def _create(path: Path) -> None:
     """Write a ledger without rows to `path`. A kill leaves either no file there or one with all tables."""
     with closing(sqlite3.connect(":memory:")) as memory:
-        memory.executescript(f"{_TABLES} PRAGMA user_version = {FORMAT};")
+        memory.executescript(f"PRAGMA page_size = {PAGE}; {_TABLES} PRAGMA user_version = {FORMAT};")
         image = bytearray(memory.serialize())
     # It has a write-ahead log from the start (section 1.3.3 of sqlite.org/fileformat2.html). A later change would need
     # a rollback journal, and a reader cannot roll back after a kill.
