@@ -97,7 +97,7 @@ class _Trainer:
 
     async def train(self, batch: Batch) -> Update:
         self.progress += 1
-        tokens = sum(len(trajectory.token_ids) for group in batch.groups for trajectory in group.trajectories)
+        tokens = sum(trajectory.sampled_length for group in batch.groups for trajectory in group.trajectories)
         return Update(batch.step, batch.step, trained_tokens=tokens, masked_tokens=0, metrics={"loss": 0.5})
 
     async def published(self, version: int) -> None:
