@@ -70,6 +70,10 @@ def test_the_page_shows_the_course_of_a_ratio() -> None:
 
 
 def test_the_page_shows_the_newest_costs_of_commands() -> None:
-    costs = {name: {"commands": {"--help": {"cpu": cpu, "most": 0.5}}} for name, cpu in (("before", 0.4), ("now", 0.3))}
-    (row,) = COMMANDS["commands"](costs)
-    assert (row.what, row.ours) == ("CPU seconds of `stretto --help`", "0.30, at most 0.50")
+    named = ("--help", "train, to its first line")
+    costs = {
+        day: {"commands": {name: {"cpu": cpu, "most": 0.5} for name in named}} for day, cpu in (("a", 0.4), ("b", 0.3))
+    }
+    help, begins = COMMANDS["commands"](costs)
+    assert (help.what, help.ours) == ("CPU seconds, median and most: `stretto --help`", "0.30, 0.50")
+    assert (begins.what, begins.peer) == ("″: `stretto train, to its first line`", "goal: 1")
