@@ -18,7 +18,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from stretto_tinker.compute import sampler as sampler_module
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.sampler import Sampler
 from stretto_tinker.http.service import Service
@@ -189,25 +188,6 @@ def test_engines_of_weights_that_nobody_samples_by_are_few(backend: LocalBackend
             client.sampled(one)
         client.sampled(client.sample(client.sampler(20), 0, _PROMPT))
         assert len(server.worker._engines._engines) <= 3 + 1
-
-
-def test_log_probabilities_of_a_long_prompt_are_made_a_part_at_a_time(
-    backend: LocalBackend, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sampler_module, "_ROWS", 4)
-    sampler, calls = backend.sampled(None), list[int]()
-    whole = sampler.likeliest(_PROMPT * 5, 1, 3)
-    head = sampler._model.get_output_embeddings()
-    hook = head.register_forward_hook(lambda module, given, found: calls.append(len(given[0])))
-    rows = sampler._rows(_PROMPT * 5, 1)
-    next(rows)
-    assert calls == [4]
-    assert len(list(rows)) == 4
-    hook.remove()
-    monkeypatch.setattr(sampler_module, "_ROWS", 256)
-    again = sampler.likeliest(_PROMPT * 5, 1, 3)
-    assert (again.token_ids == whole.token_ids).all()
-    np.testing.assert_allclose(again.logprobs, whole.logprobs, atol=1e-5)
 
 
 def test_a_number_of_a_sampler_that_is_in_use_is_refused(client: Client) -> None:

@@ -44,8 +44,8 @@ _MOST_RANK = 1_024
 _NOTHING = ("none",)  # names of no layer; no name would mean all layers
 #: Float32 numbers of a trained weight: itself, two moments, the accumulated gradient, and that of the present request.
 _COPIES, _FLOAT = 5, 4
-#: Float32 numbers of a sampler's weight: the engine's, a copy in a kernel's layout, and that of the scoring model.
-_SAMPLED_COPIES = 3
+#: Float32 numbers of a sampler's weight: the engine's, and a copy in a kernel's layout.
+_SAMPLED_COPIES = 2
 
 
 class LocalBackend:
@@ -185,45 +185,27 @@ class LocalBackend:
         Raises:
             StoreError: files are missing or damaged, or of another base model.
         """
-        tokenizer = self._shared.tokenizer
-        views = _Views(self, None if folder is None else self.shape_of(folder), folder)
+        tokenizer, shape = self._shared.tokenizer, None if folder is None else self.shape_of(folder)
+        model = self._sampled_model(shape, folder)
         grammars = partial(Grammars, lambda: tokenizer)
-        model = views.view(CACHED_ATTENTION)
         engine = NativeEngine(model, self._config, detokenizer=lambda: tokenizer, grammars=grammars)
-        slots, cache = self._config.slots, self.cache_bytes
-        return Sampler(engine, views.view, views.take, tokenizer, self.context, slots=slots, cache=cache)
 
-    def view(self, shape: Shape | None, folder: Path | None, attention: str) -> PreTrainedModel:
-        """Make a model for inference: with weights of this shape from `folder`, or the base model if either is None.
-        `attention`: name of its attention implementation. Raises StoreError if the weights are missing or damaged."""
+        def take(folder: Path) -> bool:
+            if shape is None or shape.lora is None or self.shape_of(folder).lora != shape.lora:
+                return False
+            read_adapters(folder, model)
+            return True
+
+        slots, cache = self._config.slots, self.cache_bytes
+        return Sampler(engine, model, take, tokenizer, self.context, slots=slots, cache=cache)
+
+    def _sampled_model(self, shape: Shape | None, folder: Path | None) -> PreTrainedModel:
+        """Make a model for an engine: with weights of this shape from `folder`, or the base model if either is None.
+        Raises StoreError if the weights are missing or damaged."""
         if shape is None or folder is None:
-            return self._shared.view(None, attention)
+            return self._shared.view(None, CACHED_ATTENTION)
         if shape.lora is None:
-            return load_policy(folder / POLICY, attention=attention, device=self._config.device)
-        model = self._view(shape, attention)
+            return load_policy(folder / POLICY, attention=CACHED_ATTENTION, device=self._config.device)
+        model = self._view(shape, CACHED_ATTENTION)
         read_adapters(folder, model)
         return model.requires_grad_(False)
-
-
-class _Views:
-    """Models with the same weights for one sampler: for its engine and its packed forward. `shape`, `folder`: of the
-    weights; None: the base model's."""
-
-    def __init__(self, backend: LocalBackend, shape: Shape | None, folder: Path | None) -> None:
-        self._backend, self._shape, self._folder = backend, shape, folder
-        self._models: list[PreTrainedModel] = []
-
-    def view(self, attention: str) -> PreTrainedModel:
-        """Make another model with the weights. `attention`: name of its attention implementation."""
-        self._models.append(self._backend.view(self._shape, self._folder, attention))
-        return self._models[-1]
-
-    def take(self, folder: Path) -> bool:
-        """Replace the adapters of all models made so far by those in `folder`; False, with nothing changed, unless both
-        are adapters of one shape. Raises StoreError for missing or damaged files."""
-        if self._shape is None or self._shape.lora is None or self._backend.shape_of(folder).lora != self._shape.lora:
-            return False
-        for model in self._models:
-            read_adapters(folder, model)
-        self._folder = folder
-        return True

@@ -5,9 +5,10 @@ Axes: P prompt token, V vocabulary.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -21,52 +22,95 @@ from stretto.core.errors import RefusedRequest, StrettoError
 from stretto.core.records import Completion, GenerateRequest, Sampling, StopReason
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.sampling import BrokenLogits
+from stretto.model.decode.policy import DecodePolicy
+from stretto.model.decode.text import TextCache
 from stretto.model.hf.tokenizer import Tokenizer
-from stretto.model.packed.attention import PACKED_ATTENTION
-from stretto.model.packed.logprobs import hidden_states, pack_tokens, token_logprobs
 from stretto_tinker.wire.bodies import SamplingParams
-from stretto_tinker.wire.outputs import Floats, Likeliest, SampledTokens
+from stretto_tinker.wire.outputs import Likeliest, Sampled, SampledTokens
 
-_UNCHANGED = Sampling(max_tokens=1)
+log = logging.getLogger(__name__)
+
 _NONE = -99_999.0  # log-probability that the SDK uses for an empty entry
-_ROWS = 256  # most rows of logits in memory at once
+#: Most tokens of a prompt that are scored together, so most rows of logits in memory at once. Others wait meanwhile.
+_PIECE = 256
+#: Most prompts of several pieces that are scored at once. Each holds the KV entries of its tokens.
+_MOST_HELD = 4
 
 
-#: Outcome of a request for samples: its sequences, or the error.
-Ended = list[SampledTokens] | StrettoError
+#: Outcome of a request for samples: its result, or the error.
+Ended = Sampled | StrettoError
 
 
 class Wish(msgspec.Struct, frozen=True):
-    """Sequences to sample after one prompt (token ids), one for each of `seeds`. `likeliest`: number of likeliest
-    tokens to return at each sampled position."""
+    """Sequences to sample after one prompt (token ids), one for each of `seeds`, and what to compute of the prompt.
+
+    Attributes:
+        likeliest: number of likeliest tokens to return at each sampled position.
+        owner: the client; prompts of several clients are scored in turn.
+        scored: whether to return the log-probabilities of the prompt's tokens.
+        prompt_likeliest: number of likeliest tokens to return at each position of the prompt.
+        first: first position, at least 1, of these two.
+        targets: tokens to score in place of the prompt's: row i has those for position i + 1; the result for token -1
+            is 0. None: no result.
+        drawn: number of tokens to draw at each position of the prompt after the first. Equal seeds give equal tokens.
+        seed: for drawing.
+    """
 
     prompt: tuple[int, ...]
     seeds: tuple[int, ...]
     settings: SamplingParams
     likeliest: int = 0
+    owner: str = ""
+    scored: bool = False
+    prompt_likeliest: int = 0
+    first: int = 1
+    targets: Sequence[Sequence[int]] | None = None
+    drawn: int = 0
+    seed: int = 0
+
+    @property
+    def of_prompt(self) -> bool:
+        """Whether anything of the prompt is to be computed."""
+        return self.scored or self.prompt_likeliest > 0 or self.targets is not None or self.drawn > 0
 
 
 @dataclass
 class _Opened:
-    """An open request. `cache`: bytes of KV cache of one of its sequences at its largest length. `found`: its ended
-    sequences, by member."""
+    """An open request.
+
+    Attributes:
+        cache: bytes of KV cache of one of its sequences at its largest length.
+        pieces: scores the prompt, a piece at each `next`, and returns the result without sequences; None: it is
+            scored.
+        unscored: number of tokens of the prompt that are not scored yet.
+        scores: the result without sequences, once it is there.
+        found: its ended sequences, by member.
+    """
 
     wish: Wish
     cache: int
+    pieces: Generator[None, None, Sampled] | None
+    unscored: int
+    scores: Sampled = field(default_factory=lambda: Sampled([]))
     found: dict[int, SampledTokens] = field(default_factory=dict)
 
     @property
     def left(self) -> int:
         return len(self.wish.seeds) - len(self.found)
 
+    @property
+    def held(self) -> bool:
+        """Whether the prompt is scored in part, so that the KV entries of its tokens are held."""
+        return 0 < self.unscored < len(self.wish.prompt) - 1
+
 
 class Sampler:
-    """Samples with an engine, and scores prompts with a packed forward of a second model with the same weights."""
+    """Samples with an engine, and scores prompts with its model, piece by piece between the engine's steps."""
 
     def __init__(
         self,
         engine: NativeEngine,
-        view: Callable[[str], PreTrainedModel],
+        model: PreTrainedModel,
         take: Callable[[Path], bool],
         tokenizer: Tokenizer,
         context: int,
@@ -77,22 +121,22 @@ class Sampler:
         """Sample with `engine`, which must be idle.
 
         Args:
-            view: called with the name of an attention implementation, once, when a prompt is first scored; returns
-                another model with the engine's weights.
-            take: replaces the weights of these models, the engine's included, as the method `take`.
+            model: that of the engine.
+            take: replaces its weights, as the method `take`.
             context: most tokens of a sequence.
             slots: most sequences that the engine samples at once.
             cache: most bytes of its KV cache.
         """
         self._slots = slots
         self._engine, self._tokenizer, self._context = engine, tokenizer, context
-        self._view, self._take = view, take
+        self._model, self._take = model, take
         self._open: OrderedDict[str, _Opened] = OrderedDict()
+        self._prompts: OrderedDict[str, deque[str]] = OrderedDict()  # ids with prompts to score, by client
         self._scored, self._limit = 0, cache
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence is open."""
+        """Whether no request is open."""
         return not self._open
 
     @property
@@ -103,7 +147,7 @@ class Sampler:
 
     def take(self, folder: Path) -> bool:
         """Replace the weights by those in `folder`, which `Learner.save` wrote. Returns False, with nothing changed, if
-        they have another shape. Call it only while no sequence is open.
+        they have another shape. Call it only while no request is open.
 
         Raises:
             StoreError: files are missing or damaged; this model is unusable from then on.
@@ -111,19 +155,45 @@ class Sampler:
         return self._take(folder)
 
     def add(self, id: str, wish: Wish) -> None:
-        """Add a request to sample, with the unique `id`; `step` computes it.
+        """Add a request, with the unique `id`; `step` computes it.
 
         Raises:
-            RefusedRequest: a sampling setting is invalid, or the prompt is too long; names the field.
+            RefusedRequest: a sampling setting is invalid, the prompt is too long, or a target is not in the vocabulary;
+                names the field.
         """
         sampling = sampling_of(wish.settings, self._tokenizer.eos_token_ids, len(wish.prompt), self._context)
+        self._check_targets(wish.targets or ())
         self._engine.add(GenerateRequest(id, wish.prompt, wish.seeds, sampling, top_logprobs=wish.likeliest))
-        self._open[id] = _Opened(wish, self._engine.cache_of(len(wish.prompt) + sampling.max_tokens))
+        cache = self._engine.cache_of(len(wish.prompt) + sampling.max_tokens)
+        self._open[id] = _Opened(wish, cache, None, 0)
+        if wish.of_prompt:
+            self._open[id].pieces, self._open[id].unscored = self._score(wish), len(wish.prompt) - 1
+            self._prompts.setdefault(wish.owner, deque()).append(id)
+
+    def _check_targets(self, targets: Sequence[Sequence[int]]) -> None:
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]
+        if wrong := [token for row in targets for token in row if token >= vocabulary]:
+            told, allowed = f"token {wrong[0]}", f"0 to {vocabulary - 1}, the vocabulary"
+            raise RefusedRequest("target_prompt_logprobs", told, allowed)
 
     def abort(self, id: str) -> None:
-        """Stop sampling a request and drop its sequences; an unknown id is ignored."""
-        if self._open.pop(id, None) is not None:
+        """Stop computing a request and drop its sequences; an unknown id is ignored."""
+        if id in self._open:
             self._engine.abort(id)
+            self._close(id)
+
+    def _close(self, id: str) -> None:
+        opened = self._open.pop(id)
+        if opened.pieces is not None:
+            opened.pieces.close()
+            self._scored_all(id, opened)
+
+    def _scored_all(self, id: str, opened: _Opened) -> None:
+        """Take the prompt of a request out of those to score."""
+        opened.pieces, opened.unscored, owner = None, 0, opened.wish.owner
+        self._prompts[owner].remove(id)
+        if not self._prompts[owner]:
+            del self._prompts[owner]
 
     @property
     def computed(self) -> int:
@@ -134,6 +204,10 @@ class Sampler:
     def backlog(self) -> int:
         """Number of tokens of open sequences that the engine computes before those of a sequence that is added now."""
         return self._engine.backlog
+
+    def unscored(self, owner: str) -> int:
+        """Number of tokens of a client's open requests that are not scored yet."""
+        return sum(self._open[id].unscored for id in self._prompts.get(owner, ()))
 
     def fits(self, sequences: int, tokens: int) -> bool:
         """Whether slots and KV cache have room for further sequences of `tokens` tokens each, prompt included. Each
@@ -160,100 +234,141 @@ class Sampler:
             self._engine.limit(cache)
 
     def step(self) -> dict[str, Ended]:
-        """Sample one token of each sequence that has a slot. Returns the outcomes of requests that ended, by id: all
-        their sequences, or an error if the model's logits were not finite."""
+        """Score about 256 tokens of prompts, in turns between clients, and sample one token of each sequence that has a
+        slot. Returns the outcomes of requests that ended, by id: all their sequences and scores, or an error, as of
+        logits that are not finite."""
+        ended, end = dict[str, Ended](), self._scored + _PIECE
+        while self._scored < end and (id := self._next_prompt()) is not None:
+            ended |= self._score_piece(id)
+        return ended | self._sample()
+
+    def _sample(self) -> dict[str, Ended]:
+        """Take a step of the engine, as `step` does."""
         try:
             completions = self._engine.step()
         except BrokenLogits as broken:
             self._engine.give_up(broken.requests)
             for id in broken.requests:
-                self._open.pop(id, None)
+                self._close(id)
             return {id: StrettoError(str(broken)) for id in broken.requests}
         ended: dict[str, Ended] = {}
         for completion in completions:
             opened = self._open[completion.request]
             opened.found[completion.member] = _tokens(completion, opened.wish.likeliest)
-            if not opened.left:
-                del self._open[completion.request]
-                ended[completion.request] = [opened.found[member] for member in range(len(opened.found))]
+            ended |= self._ended(completion.request)
         return ended
 
-    @torch.no_grad()
-    def score(self, prompt: Sequence[int], first: int) -> Floats:
-        """Log-probability of each token of a prompt given those before it, [P]: from position `first` (at least 1) on,
-        NaN before."""
-        found = np.full(len(prompt), np.nan, np.float32)
-        if first < len(prompt):
-            self._scored += len(prompt)
-            packed = pack_tokens([prompt], [range(first, len(prompt))], self._model.device)
-            found[first:] = token_logprobs(self._model, packed, _UNCHANGED).logprobs.cpu().numpy()
-        return found
+    def _ended(self, id: str) -> dict[str, Ended]:
+        """Close a request if all of it is computed; returns its outcome, or nothing."""
+        opened = self._open[id]
+        if opened.left or opened.pieces is not None:
+            return {}
+        self._close(id)
+        return {id: replace(opened.scores, sequences=[opened.found[member] for member in range(len(opened.found))])}
 
-    def likeliest(self, prompt: Sequence[int], first: int, width: int) -> Likeliest:
-        """The `width` likeliest tokens at each position of a prompt from `first` (at least 1) on, [P, width]. Entries
-        before it, and beyond the vocabulary, are empty."""
-        ids = np.zeros((len(prompt), width), np.int32)
-        logprobs = np.full((len(prompt), width), _NONE, np.float32)
-        for start, rows_PV in self._rows(prompt, first):
-            top = rows_PV.topk(min(width, rows_PV.shape[-1]))
-            ids[start : start + len(rows_PV), : top.indices.shape[1]] = top.indices.cpu().numpy()
-            logprobs[start : start + len(rows_PV), : top.indices.shape[1]] = top.values.cpu().numpy()
-        return Likeliest(ids, logprobs)
+    def _next_prompt(self) -> str | None:
+        """The request whose prompt is scored next: the first one of the client whose turn is longest ago. A prompt of
+        several pieces is not begun while `_MOST_HELD` are under way. None if no prompt waits."""
+        held = sum(self._open[ids[0]].held for ids in self._prompts.values())
+        for owner, ids in self._prompts.items():
+            opened = self._open[ids[0]]
+            if opened.held or opened.unscored <= _PIECE or held < _MOST_HELD:
+                self._prompts.move_to_end(owner)
+                return ids[0]
+        return None
 
-    def score_targets(self, prompt: Sequence[int], targets: Sequence[Sequence[int]]) -> Floats:
-        """Log-probabilities of given tokens in place of the prompt's, [P - 1, K]. Row i of `targets` has the tokens for
-        position i + 1; the result for token -1 is 0.
+    def _score_piece(self, id: str) -> dict[str, Ended]:
+        """Score the next piece of a prompt; returns the outcome of its request if it ends with it, or nothing."""
+        opened = self._open[id]
+        assert opened.pieces is not None
+        try:
+            next(opened.pieces)
+        except StopIteration as end:
+            opened.scores = end.value
+            self._scored_all(id, opened)
+            return self._ended(id)
+        except Exception as error:  # a prompt that cannot be scored, or a bug: its request fails, others go on
+            log.exception("the prompt of %s was not scored", id)
+            self.abort(id)
+            return {id: error if isinstance(error, StrettoError) else StrettoError(f"{type(error).__name__}: {error}")}
+        opened.unscored = max(0, opened.unscored - _PIECE)
+        return {}
 
-        Raises:
-            RefusedRequest: a token is not in the vocabulary.
-        """
-        wanted = torch.tensor(targets, dtype=torch.int64)
-        vocabulary = self._model.get_output_embeddings().weight.shape[0]
-        if len(wrong := wanted[wanted >= vocabulary]):
-            told, allowed = f"token {int(wrong[0])}", f"0 to {vocabulary - 1}, the vocabulary"
-            raise RefusedRequest("target_prompt_logprobs", told, allowed)
-        found = np.zeros(wanted.shape, np.float32)
-        for start, rows_PV in self._rows(prompt, 1):
-            ids = wanted[start - 1 : start - 1 + len(rows_PV)].to(rows_PV.device)
-            values = rows_PV.gather(1, ids.clamp_min(0)).masked_fill(ids < 0, 0.0)
-            found[start - 1 : start - 1 + len(rows_PV)] = values.cpu().numpy()
-        return found
-
-    def draw(self, prompt: Sequence[int], width: int, settings: SamplingParams, seed: int) -> Likeliest:
-        """Draw `width` tokens at each position of a prompt after the first, [P - 1, width], with their
-        log-probabilities at temperature 1. Of `settings` only the temperature counts, for the drawing. Equal seeds give
-        equal tokens."""
-        shape = (max(0, len(prompt) - 1), width)
-        ids, logprobs = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-        random = torch.Generator().manual_seed(seed % 2**63)
-        for start, rows_PV in self._rows(prompt, 1):
-            if settings.temperature > 0:
-                gaps = rows_PV - rows_PV.max(-1, keepdim=True).values  # at most 0: no temperature makes it NaN
-                weights = (gaps / settings.temperature).softmax(-1).cpu()
-                drawn = torch.multinomial(weights, width, replacement=True, generator=random)
-            else:
-                drawn = rows_PV.argmax(-1, keepdim=True).expand(-1, width).cpu()
-            at = slice(start - 1, start - 1 + len(rows_PV))
-            ids[at], logprobs[at] = drawn.numpy(), rows_PV.cpu().gather(1, drawn).numpy()
-        return Likeliest(ids, logprobs)
-
-    def _rows(self, prompt: Sequence[int], first: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield the log-probabilities of the whole vocabulary at the positions of a prompt from `first` (at least 1)
-        on, in parts: first position, and rows [at most 256, V]. So only one part is in memory."""
-        model = self._model
-        self._scored += len(prompt)
-        with torch.no_grad():
-            packed = pack_tokens([prompt], [range(min(first, len(prompt)), len(prompt))], model.device)
-            hidden = hidden_states(model, packed).index_select(0, packed.before)
-        head = model.get_output_embeddings()
-        for at, part in enumerate(hidden.split(_ROWS) if len(hidden) else ()):
-            with torch.no_grad():  # not around the yield, because it would hold for the caller's code too
-                found = head(part).float().log_softmax(-1)
-            yield first + at * _ROWS, found
+    def _score(self, wish: Wish) -> Generator[None, None, Sampled]:
+        """Compute what a wish asks of its prompt, in one forward pass that stops after each piece but the last."""
+        scores, text = _Scores(wish), np.asarray(wish.prompt[:-1], np.int64)
+        first = wish.first if wish.targets is None and not wish.drawn else 1
+        cache = TextCache(self._policy.layout, len(text))
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE]
+            wanted = min(len(piece), max(1, start + len(piece) + 1 - first))
+            rows_PV = self._policy.forward_of_piece(cache, piece, wanted).log_softmax(-1)
+            self._scored += len(piece)
+            scores.fill(start + len(piece) + 1 - wanted, rows_PV)
+            if start + len(piece) < len(text):
+                yield
+        return scores.found
 
     @cached_property
-    def _model(self) -> PreTrainedModel:
-        return self._view(PACKED_ATTENTION)
+    def _policy(self) -> DecodePolicy:
+        return DecodePolicy(self._model)
+
+
+class _Scores:
+    """What a wish asks of its prompt, as far as it is computed; `found` is the result without sequences."""
+
+    def __init__(self, wish: Wish) -> None:
+        tokens, after = len(wish.prompt), max(0, len(wish.prompt) - 1)
+        self._wish, self._random = wish, torch.Generator().manual_seed(wish.seed % 2**63)
+        self._targets = None if wish.targets is None else torch.tensor(wish.targets, dtype=torch.int64)
+        self.found = Sampled(
+            [],
+            np.full(tokens, np.nan, np.float32) if wish.scored else None,
+            _empty(tokens, wish.prompt_likeliest, _NONE),
+            None if self._targets is None else np.zeros(self._targets.shape, np.float32),
+            _empty(after, wish.drawn, 0.0),
+        )
+
+    def fill(self, start: int, rows_PV: Tensor) -> None:
+        """Add the positions from `start` on, of which `rows_PV` are the log-probabilities of the whole vocabulary."""
+        found, late = self.found, max(0, self._wish.first - start)
+        if late < len(rows_PV):
+            self._fill_own(start + late, rows_PV[late:])
+        at = slice(start - 1, start - 1 + len(rows_PV))
+        if found.target_logprobs is not None and self._targets is not None:
+            ids = self._targets[at].to(rows_PV.device)
+            found.target_logprobs[at] = rows_PV.gather(1, ids.clamp_min(0)).masked_fill(ids < 0, 0.0).cpu().numpy()
+        if found.drawn is not None:
+            drawn = self._draw(rows_PV)
+            found.drawn.token_ids[at] = drawn.numpy()
+            found.drawn.logprobs[at] = rows_PV.cpu().gather(1, drawn).numpy()
+
+    def _fill_own(self, start: int, rows_PV: Tensor) -> None:
+        """Add the log-probabilities of the prompt's tokens, and the likeliest tokens."""
+        found, at = self.found, slice(start, start + len(rows_PV))
+        if found.prompt_logprobs is not None:
+            ids = torch.tensor(self._wish.prompt[at], device=rows_PV.device)
+            found.prompt_logprobs[at] = rows_PV.gather(1, ids[:, None])[:, 0].cpu().numpy()
+        if (likeliest := found.prompt_likeliest) is not None:
+            top = rows_PV.topk(width := min(self._wish.prompt_likeliest, rows_PV.shape[-1]))
+            likeliest.token_ids[at, :width] = top.indices.cpu().numpy()
+            likeliest.logprobs[at, :width] = top.values.cpu().numpy()
+
+    def _draw(self, rows_PV: Tensor) -> Tensor:
+        """Draw tokens at each position, [P, drawn]. Of the settings only the temperature counts."""
+        temperature, width = self._wish.settings.temperature, self._wish.drawn
+        if temperature <= 0:
+            return rows_PV.argmax(-1, keepdim=True).expand(-1, width).cpu()
+        gaps = rows_PV - rows_PV.max(-1, keepdim=True).values  # at most 0: no temperature makes it NaN
+        weights = (gaps / temperature).softmax(-1).cpu()
+        return torch.multinomial(weights, width, replacement=True, generator=self._random)
+
+
+def _empty(positions: int, width: int, logprob: float) -> Likeliest | None:
+    """Token 0 with this log-probability in each of `width` entries at each position; None for no width."""
+    if not width:
+        return None
+    return Likeliest(np.zeros((positions, width), np.int32), np.full((positions, width), logprob, np.float32))
 
 
 def _tokens(completion: Completion, width: int) -> SampledTokens:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -232,29 +232,35 @@ class Sampling:
 
     def __init__(self, engine: Sampler) -> None:
         self.engine = engine
-        self._open: dict[str, tuple[Asked, Sampled]] = {}
+        self._open: dict[str, Asked] = {}
         self._sequences: dict[str, int] = {}  # number of sequences by open request
 
     @property
     def owners(self) -> list[str]:
         """Client of each open request; a client appears once per request."""
-        return [asked.owner for asked, _ in self._open.values()]
+        return [asked.owner for asked in self._open.values()]
 
     def begins(self, waiting: Waiting) -> bool:
         """Whether a request can begin on this engine now; always, if no request is open. Otherwise it needs a free slot
-        and a short backlog. If its client has less than an equal share of the open sequences, it also needs KV cache
-        up to its end, so that it does not have to wait for the sequences of others."""
+        and a short backlog, also of its client's prompts to score. If its client has less than an equal share of the
+        open sequences, it also needs KV cache up to its end, so that it does not have to wait for the sequences of
+        others."""
         if self.idle:
             return True
-        if self.engine.free <= 0 or self.engine.backlog >= turns.TURN_TOKENS // 2:
+        if self.engine.free <= 0 or self.engine.backlog >= turns.TURN_TOKENS // 2 or self._behind(waiting.asked.owner):
             return False
         return not self.owes(waiting.asked.owner) or self.engine.fits(waiting.sequences, waiting.tokens)
 
     def owes(self, owner: str) -> bool:
-        """Whether a client has fewer open sequences on this engine than an equal share of all."""
+        """Whether a client has fewer open sequences on this engine than an equal share of all, and does not wait for
+        its own prompts to be scored."""
         clients = {owner, *self.owners}
-        own = sum(self._sequences[id] for id, (asked, _) in self._open.items() if asked.owner == owner)
-        return own * len(clients) < sum(self._sequences.values())
+        own = sum(self._sequences[id] for id, asked in self._open.items() if asked.owner == owner)
+        return own * len(clients) < sum(self._sequences.values()) and not self._behind(owner)
+
+    def _behind(self, owner: str) -> bool:
+        """Whether so many tokens of a client's open prompts are not scored yet that it begins no further request."""
+        return self.engine.unscored(owner) >= turns.TURN_TOKENS // 2
 
     @property
     def idle(self) -> bool:
@@ -262,7 +268,7 @@ class Sampling:
         return not self._open
 
     def begin(self, asked: Asked) -> None:
-        """Open a request, which must have its body: add it to the engine, and score its prompt now if requested.
+        """Open a request, which must have its body, and add it to the engine.
 
         Raises:
             RefusedRequest: names the wrong field.
@@ -270,32 +276,25 @@ class Sampling:
         seeded = msgspec.json.decode(asked.body or b"", type=Seeded)
         sample, prompt = seeded.sample, seeded.sample.prompt.token_ids()
         check_sample(sample, prompt)
-        seeds = tuple(derive_seed(seeded.seed, member) for member in range(sample.num_samples))
-        wish = Wish(prompt, seeds, sample.sampling_params, sample.topk_sample_logprobs)
-        self.engine.add(asked.id, wish)
-        try:
-            self._open[asked.id] = (replace(asked, body=None), self._of_prompt(sample, prompt, seeded.seed))
-            self._sequences[asked.id] = sample.num_samples
-        except BaseException:
-            self.engine.abort(asked.id)
-            raise
-
-    def _of_prompt(self, sample: Sample, prompt: tuple[int, ...], seed: int) -> Sampled:
-        """Compute the requested log-probabilities and tokens of the prompt; the result has no sequences yet. Raises
-        RefusedRequest if a token to score is not in the vocabulary."""
-        engine, targets = self.engine, sample.target_prompt_logprobs
-        likeliest, drawn = sample.topk_prompt_logprobs, sample.prompt_alt_tokens_k
-        first = 1 if sample.prompt_logprobs_last_n is None else len(prompt) - sample.prompt_logprobs_last_n
-        return Sampled(
-            [],
-            engine.score(prompt, first) if sample.prompt_logprobs else None,
-            engine.likeliest(prompt, first, likeliest) if likeliest else None,
-            None if targets is None else engine.score_targets(prompt, dense_targets(targets, len(prompt))),
-            engine.draw(prompt, drawn, sample.sampling_params, seed) if drawn else None,
+        targets, last = sample.target_prompt_logprobs, sample.prompt_logprobs_last_n
+        wish = Wish(
+            prompt,
+            tuple(derive_seed(seeded.seed, member) for member in range(sample.num_samples)),
+            sample.sampling_params,
+            likeliest=sample.topk_sample_logprobs,
+            owner=asked.owner,
+            scored=bool(sample.prompt_logprobs),
+            prompt_likeliest=sample.topk_prompt_logprobs,
+            first=1 if last is None else len(prompt) - last,
+            targets=None if targets is None else dense_targets(targets, len(prompt)),
+            drawn=sample.prompt_alt_tokens_k,
+            seed=seeded.seed,
         )
+        self.engine.add(asked.id, wish)
+        self._open[asked.id], self._sequences[asked.id] = replace(asked, body=None), sample.num_samples
 
     def turn(self, over: Callable[[], bool]) -> Iterator[tuple[Asked, bytes | StrettoError]]:
-        """Take steps of the engine, at least one, until `over()` is true or no sequence is open. A step samples one
+        """Take steps of the engine, at least one, until `over()` is true or no request is open. A step samples one
         token of each sequence that has a slot; sequences that wait for a slot get none. Yields each request that ends,
         with its encoded result or its error. Iterate to the end: requests that ended in a step are closed only when
         they are yielded."""
@@ -304,10 +303,9 @@ class Sampling:
             found = self.engine.step()
             last = over() or self.engine.idle
             for id, ended in found.items():
-                asked, sampled = self._end(id)
-                yield asked, ended if isinstance(ended, StrettoError) else _encoded(sampled, ended)
+                yield self._end(id), ended if isinstance(ended, StrettoError) else _encoded(ended)
 
-    def _end(self, id: str) -> tuple[Asked, Sampled]:
+    def _end(self, id: str) -> Asked:
         del self._sequences[id]
         return self._open.pop(id)
 
@@ -315,13 +313,12 @@ class Sampling:
         """Abort an open request and return it; None if it is not open."""
         if id not in self._open:
             return None
-        asked, _ = self._end(id)
         self.engine.abort(id)
-        return asked
+        return self._end(id)
 
     def open(self) -> list[Asked]:
         """Open requests, without their bodies."""
-        return [asked for asked, _ in self._open.values()]
+        return list(self._open.values())
 
 
 def lane_of(weights: str, first: Waiting, samplings: Mapping[Lane, Sampling]) -> Lane | None:
@@ -351,10 +348,10 @@ def beginning(
     return found
 
 
-def _encoded(sampled: Sampled, sequences: Any) -> bytes | StrettoError:
-    """Encode the result `sampled`, with its sequences; the error of the request if it is too large."""
+def _encoded(sampled: Sampled) -> bytes | StrettoError:
+    """Encode a result; the error of the request if it is too large."""
     try:
-        return encode_sampled(replace(sampled, sequences=sequences))
+        return encode_sampled(sampled)
     except (ValueError, MemoryError) as error:  # protobuf's limit is 2 GiB
         return StrettoError(f"the result is too large: {error}")
     except Exception as error:  # the request is open no more, so that nobody but the caller can fail it

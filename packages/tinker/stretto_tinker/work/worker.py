@@ -434,7 +434,7 @@ class Worker:
                 self._fail(asked, _KILLED, SERVER)
             else:
                 sampling.begin(whole)
-        except Exception as error:  # a prompt that cannot be scored, or a bug: the request fails
+        except Exception as error:  # a wrong request, or a bug: it fails, others go on
             self._fail(asked, said(error), USER if isinstance(error, RefusedRequest) else SERVER)
         return True
 

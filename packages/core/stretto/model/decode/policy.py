@@ -182,15 +182,16 @@ class DecodePolicy:
         return every[torch.from_numpy(np.concatenate(places)).to(every.device)]
 
     @torch.inference_mode()
-    def forward_of_piece(self, text: TextCache, token_ids: Ints) -> Tensor:
-        """Compute the logits after every token of the next piece of a text, [C, V], float32. `text` has the KV entries
-        of the pieces before, and gets those of this one. Rows of the policy are not touched."""
-        count = len(token_ids)
+    def forward_of_piece(self, text: TextCache, token_ids: Ints, last: int | None = None) -> Tensor:
+        """Compute the logits after the last `last` tokens (at least one; None: all) of the next piece of a text, [last,
+        V], float32. `text` has the KV entries of the pieces before, and gets those of this one. Rows of the policy are
+        not touched."""
+        count, wanted = len(token_ids), len(token_ids) if last is None else last
         filler = np.zeros(round_length(count) - count, np.int64)
         places = text.tokens + np.arange(count)
         ids, positions = (torch.from_numpy(np.append(x, filler)[None]) for x in (token_ids, places))
-        device, size = self.layout.device, count + len(filler)
-        logits = self.forward_of_model(ids.to(device), positions.to(device), text, size, -size)[0, :count]
+        device, size, rows = self.layout.device, count + len(filler), wanted + len(filler)
+        logits = self.forward_of_model(ids.to(device), positions.to(device), text, size, -rows)[0, :wanted]
         text.tokens += count
         return logits.float()
 
