@@ -38,6 +38,7 @@ class Background:
         for task in open_tasks:
             task.cancel()  # Python complains of tasks that still wait when it takes their loop down
         self.loop.run_until_complete(asyncio.gather(*open_tasks, return_exceptions=True))
+        self.loop.close()
 
     def _end(self) -> None:
         """Stop the loop, cancel its tasks and wait up to five seconds for the step in progress: an interpreter that
@@ -51,8 +52,14 @@ class Background:
         return threading.current_thread() is self._thread
 
     def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
-        """Start a coroutine in the thread; returns a future of its result."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop)
+        """Start a coroutine in the thread; returns a future of its result, which is cancelled if the process ends."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self.loop)
+        except RuntimeError:  # the loop is closed: a finalizer, say, that Python calls after `_end`
+            work.close()
+            ended = Future[Result]()
+            ended.cancel()
+            return ended
 
     def call(self, work: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine in the thread and wait for its result. If the caller is interrupted, the coroutine is
