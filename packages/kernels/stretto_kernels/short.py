@@ -47,8 +47,8 @@ def _write_block(builder: Any, *places: Any, vectors: int, adds: bool) -> None:
     sums = [[code.alloca_once_value(builder, start) for start in row] for row in starts]
     with code.for_range(builder, depth) as turn:
         weights = read_vectors(builder, builder.add(matrix, builder.mul(turn.index, matrix_stride)), kind, vectors)
-        places = [builder.add(row, builder.mul(turn.index, step)) for row in inputs]
-        add_products(builder, places, number(0), weights, sums, FLOAT)
+        now = [builder.add(row, builder.mul(turn.index, step)) for row in inputs]
+        add_products(builder, now, number(0), weights, sums, FLOAT)
     write_sums(builder, sums, outs, half=False)
 
 

@@ -96,8 +96,8 @@ def with_glued(content: str, before: str, after: str) -> str:
         return rf"{content} \pmod{{{modulus[1]}}}"
     if (other := _OR.match(after) or _COMMA.match(after) or _AND.match(after)) is not None:
         return f"{content}, {other[1]}"
-    if _NUMERIC.fullmatch(content) and (other := _with_rival(content, after)) is not None:
-        return other
+    if _NUMERIC.fullmatch(content) and (rival := _with_rival(content, after)) is not None:
+        return rival
     left, opened = _segment_before(before)
     right, closed = _segment_behind(after)
     if _PLAIN_WORD.search(_NO_WORD.sub(" ", f"{left} | {right}")):
