@@ -63,7 +63,7 @@ RecipeOrRun = Annotated[
 ]
 Overrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - typer reads this form on every supported Python
-    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe."),
+    typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe: trainer.steps=100."),
 ]
 EngineOverrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - as above

@@ -20,7 +20,7 @@ def plan(
     recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE.toml", help="A recipe.")] = None,
     overrides: Annotated[
         Optional[list[str]],  # noqa: UP045 - typer reads this form on every supported Python
-        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe."),
+        typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Replace values of the recipe: trainer.steps=100."),
     ] = None,
     machine: Annotated[
         str | None,
