@@ -127,6 +127,27 @@ async def test_all_that_a_role_has_written_arrives_though_it_is_started_again_at
         await until(lambda: process.log.read_text().count(text) == 6)
 
 
+async def test_all_that_a_role_has_written_arrives_though_another_one_follows_in_its_place(home: Path) -> None:
+    """As ranks change their places when one of their machines is lost."""
+    async with hosted(home) as host, agent(host.address, count=2):
+        machine = await host.machine()
+        processes = list[RemoteProcess]()
+        for place, number in ((0, 1), (1, 2), (0, 2), (1, 1)):
+            name, text = f"teller-{number}", str(number) * 100_000
+            process = machine.role(place, name, "tests.cluster.telling_role", {"TIMES": "3"})
+            await process.start(TextSpec(text), 1)
+            await process.ended()
+            processes.append(process)
+        for process, text in zip(processes, ("1" * 100_000, "2" * 100_000), strict=False):
+            await until(lambda log=process.log, text=text: log.read_text().count(text) == 6)
+        await asyncio.sleep(1.5)  # a heartbeat later nothing was sent twice
+        assert [process.log.read_text().count(text[:1]) for process, text in zip(processes, "12", strict=False)] == [
+            600_000,
+            600_000,
+        ]
+        assert machine.stays
+
+
 async def test_a_version_that_a_killed_role_held_for_its_server_is_freed(home: Path) -> None:
     async with hosted(home, published=3) as host, agent(host.address, count=2):
         machine = await host.machine()

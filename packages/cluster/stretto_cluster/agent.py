@@ -114,9 +114,14 @@ class _Seat:
 
     port: socket.socket
     scratch: Path
-    name: str = ""
     process: RoleProcess | None = None
-    told: int = 0  # bytes of its log that were sent to the conductor
+
+
+@dataclass
+class _RoleLog:
+    """The log of a role, in whatever place it runs. `told`: bytes of it that were sent to the conductor."""
+
+    told: int
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))  # keeps a part of a letter
 
 
@@ -175,6 +180,7 @@ class _Session:
     held: tuple[int, int]  # descriptors of locks that keep folder and memory from being removed
     sweeper: subprocess.Popen[bytes]
     seats: list[_Seat] = field(default_factory=list)  # empty until the model is here
+    logs: dict[str, _RoleLog] = field(default_factory=dict)  # of all roles that have run here, by their names
     clock_offset: float = 0.0
     _round_trips: list[tuple[float, float]] = field(default_factory=list)
     _wanted: int = -1
@@ -373,11 +379,9 @@ class _Session:
         seat = self._seat(order.place)
         if seat.process is not None:
             await seat.process.stop(0.0)
-        self._send_log(seat)
         log = self.folder / f"{order.name}.txt"
-        if seat.name != order.name:  # else what is not sent yet of its log follows with later heartbeats
-            seat.name, seat.told = order.name, log.stat().st_size if log.exists() else 0
-            seat.decoder.reset()
+        if order.name not in self.logs:  # what is not sent yet of earlier logs follows with later heartbeats
+            self.logs[order.name] = _RoleLog(log.stat().st_size if log.exists() else 0)
         seat.process = process = RoleProcess(order.name, order.module, log, self.terms.hung)
         own = self.offer.environments[order.place] if self.offer.environments else {}
         try:
@@ -387,7 +391,7 @@ class _Session:
         except RoleDied as death:
             how = death.how
         release(self.terms.mailbox, self.memory, seat.scratch.name)
-        self._send_log(seat)
+        self._send_log(order.name)
         self.wire.send(RoleEnded(place=order.place, turn=order.turn, how=how[:LONGEST_REASON], killed=process.killed))
 
     def _spec(self, order: StartRole) -> msgspec.Raw:
@@ -411,8 +415,8 @@ class _Session:
         while True:
             moved = self.mirror.moved if self.mirror is not None else 0
             self.wire.send(Beat(sent=time.monotonic(), clock_offset=self.clock_offset, moved=moved))
-            for seat in self.seats:
-                self._send_log(seat)
+            for name in self.logs:
+                self._send_log(name)
             await asyncio.sleep(min(_BEAT_SECONDS, self.terms.lease / 5))
 
     def _tell_the_clock(self, sent: float, theirs: float) -> None:
@@ -422,11 +426,11 @@ class _Session:
         self._round_trips = [*self._round_trips, (now - sent, theirs - (sent + now) / 2)][-_REMEMBERED:]
         self.clock_offset = min(self._round_trips)[1]
 
-    def _send_log(self, seat: _Seat) -> None:
-        if not seat.name:
-            return
-        with contextlib.suppress(FileNotFoundError), (self.folder / f"{seat.name}.txt").open("rb") as log:
-            log.seek(seat.told)
+    def _send_log(self, name: str) -> None:
+        """Send the next part of a role's log, if there is more of it."""
+        known = self.logs[name]
+        with contextlib.suppress(FileNotFoundError), (self.folder / f"{name}.txt").open("rb") as log:
+            log.seek(known.told)
             if data := log.read(_LOG_BYTES):
-                seat.told += len(data)
-                self.wire.send(LogText(name=seat.name, text=seat.decoder.decode(data)))
+                known.told += len(data)
+                self.wire.send(LogText(name=name, text=known.decoder.decode(data)))

@@ -69,6 +69,7 @@ class JoinedMachine:
         self._wire, self._folder = wire, folder
         self._arrived = asyncio.Event()
         self._roles: dict[int, RemoteProcess] = {}
+        self._logs: dict[str, Path] = {}  # by role; that of a role that was replaced in its place may still arrive
 
     async def serve(self, lease: float) -> str:
         """Handle messages of the agent until its connection ends or it is silent for `lease` seconds. Then mark the
@@ -126,10 +127,9 @@ class JoinedMachine:
         return self._roles[place]
 
     def _append(self, name: str, text: str) -> None:
-        logs = {role.name: role.log for role in self._roles.values()}
-        if name not in logs:
+        if name not in self._logs:
             raise WireError(f"the log of {name!r}, which it does not run")
-        with contextlib.suppress(OSError), logs[name].open("a", encoding="utf-8", errors="replace") as log:
+        with contextlib.suppress(OSError), self._logs[name].open("a", encoding="utf-8", errors="replace") as log:
             if log.tell() < _MOST_LOG:
                 log.write(text)  # a full disk is reported elsewhere, and must not cost the machine
                 if log.tell() >= _MOST_LOG:
@@ -171,6 +171,7 @@ class JoinedMachine:
         place of the machine, and the local file of its log, if there is none. Nothing is started."""
         process = RemoteProcess(self, place, name, module, self._folder / f"{name}.txt", environment)
         self._roles[place] = process
+        self._logs[name] = process.log
         process.log.touch()
         return process
 
