@@ -20,7 +20,7 @@ def checked(folder: Path, name: str, **modules: str) -> str:
     """The message of the check; "" if it says nothing."""
     for module, text in modules.items():
         file = folder / f"{module.replace('__', '/')}.py"
-        file.parent.mkdir(exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     try:
         check_source(name, "rewards.function", "reward", {"math": "stretto_verify.math:judge"}, str(folder))
@@ -38,6 +38,12 @@ def test_a_name_that_the_text_does_not_define_is_refused_with_the_nearest(tmp_pa
     assert checked(tmp_path, "mine:godo", mine=PLAIN) == "rewards.function: 'mine' has no 'godo'; did you mean 'good'?"
     assert checked(tmp_path, "mine:other.part", mine=PLAIN).endswith("has no 'other.part'; allowed: Kind, good")
     assert checked(tmp_path, "pack.inner:godo", pack__inner=PLAIN, pack____init__=RAISES).endswith("mean 'good'?")
+
+
+def test_folders_without_an_init_are_packages_at_any_depth(tmp_path: Path) -> None:
+    deep = {"outer__middle__inner": PLAIN}
+    assert checked(tmp_path, "outer.middle.inner:good", **deep) == ""
+    assert checked(tmp_path, "outer.middle.inner:godo", **deep).endswith("has no 'godo'; did you mean 'good'?")
 
 
 @pytest.mark.parametrize(

@@ -172,9 +172,10 @@ def _source(module: str, folder: str | None) -> ast.Module | None:
     spec = PathFinder.find_spec(names[0], [*filter(None, (folder,)), os.getcwd()])
     if spec is None and find_spec(names[0]) is None:
         raise ModuleNotFoundError(f"No module named {names[0]!r}", name=names[0])
-    for number in range(2, len(names) + 1):
+    for name in names[1:]:
         inner = None if spec is None else spec.submodule_search_locations
-        spec = None if inner is None else PathFinder.find_spec(".".join(names[:number]), inner)
+        # Without the packages before it: of a folder without `__init__.py` they would have to be imported.
+        spec = None if inner is None else PathFinder.find_spec(name, [*inner])
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
     try:
