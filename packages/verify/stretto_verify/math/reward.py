@@ -180,12 +180,11 @@ def _as_asked(prompt: str, found: Node) -> Node:
     if isinstance(found, Relation):
         last = _as_asked(prompt, found.sides[-1])
         return found if last is found.sides[-1] else replace(found, sides=(*found.sides[:-1], last))
-    if not isinstance(found, Scalar):
+    if not isinstance(found, Scalar) or (found.scale == 1 and not found.unit.startswith("base ")):
         return found
-    if found.scale > 1 and any(size == found.scale and word in prompt for word, size in MAGNITUDES.items()):
-        return replace(found, scale=Fraction(1))
-    if not found.unit.startswith("base "):
-        return found
+    if found.scale != 1:
+        is_named = any(size == found.scale and word in prompt for word, size in MAGNITUDES.items())
+        return replace(found, scale=Fraction(1)) if is_named else found
     named = {_BASES.get(one.lower(), str(counted(one) or one)) for pair in _BASE.findall(prompt) for one in pair if one}
     return replace(found, unit="") if found.unit.removeprefix("base ") in named else found
 

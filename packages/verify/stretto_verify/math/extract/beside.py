@@ -21,7 +21,7 @@ _OPERATOR = (
     r"|give or take|less|together with|along with|as well as|out of|of"
 )
 _PARTS = r"(?:half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)"
-_RELATED = r"(?:[<>≤≥]|\\(?:leq?|geq?|lt|gt)(?![a-z]))"
+_RELATED = r"(?:[<>≤≥≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z]))"
 _WRONG = r"(?:wrong|incorrect|false|impossible|not (?:right|correct|possible|the answer))\b"
 _CASES = (  # for x > 0, and -5 otherwise
     r"(?:otherwise\b|else\b|in (?:the (?:first|second|other|last)|one|some|either) cases?\b|at first\b"
@@ -69,18 +69,16 @@ _BEHIND_NOUN = re.compile(  # 5 cm plus 3, 5 apples is wrong
     re.IGNORECASE,
 )
 _LONE = re.compile(  # 5 cm longer: the answer to "how much longer?" only
-    rf"\$?(?:[ ](?!(?:is|are|was|were)\b)[a-zA-Z]+)?[ ](?:{COMPARATIVE.removeprefix('more|')})[\s.!,;)]*$",
+    rf"\$?(?:[ ](?!(?:is|are|was|were)\b)[a-zA-Z]+)?[ ](?:{COMPARATIVE.removeprefix('more|')}|too [a-z]+)[\s.!,;)]*$",
     re.IGNORECASE,
 )
 _BEHIND_FORMULA = re.compile(rf"[}}]?\$(?:\^|[ \t]*[-−+*/±×÷][ \t]*(?:\$?[0-9]|\$\\?[a-z]|{_LETTER}))")
-#: Words with which what `_BEHIND` finds begins, and those of which one stands in what `_BEHIND_NOUN` finds.
+#: Words with which what `_BEHIND` finds begins.
 _FIRST_WORDS_TEXT = """
 is was plus minus times divided multiplied over choose mod modulo raised to give less together along as out of and then
 if which for when where otherwise unless else in at except up with against
 """
 _FIRST_WORDS = frozenset([*_FIRST_WORDS_TEXT.split(), *COMPARATIVE.split("|")])
-_JOINTS_TEXT = "plus minus less than or and which is was then if for when where otherwise unless else in except up with"
-_JOINTS = frozenset([*_JOINTS_TEXT.split(), "at"])
 _FIRST_WORD = re.compile(r"[$)}*]{0,3},?[ \t]*([a-zA-Z]+|[^\w\s,.;:])")
 
 #: Nouns of quantities and of what is counted: "the total of 42" is 42. "The supplement of 42" is another value.
@@ -124,9 +122,7 @@ def is_changed_behind(after: str) -> bool:
     >>> [is_changed_behind(text) for text in (" apples", ", plus tax")]
     [False, False]
     """
-    if _LONE.match(after) is not None:
-        return True
-    if not _JOINTS.isdisjoint(after.replace(".", " ").split()) and _BEHIND_NOUN.match(after) is not None:
+    if _LONE.match(after) is not None or _BEHIND_NOUN.match(after) is not None:
         return True
     first = _FIRST_WORD.match(after)
     if first is None or (first[1][0].isalpha() and first[1].lower() not in _FIRST_WORDS):

@@ -35,6 +35,10 @@ _OF_TWO = re.compile(  # the sum of 2 and
 )
 _STRICT_SIGNS = ("<", ">", *(rf"\{name}" for name in ("gt", "lt", "gg", "ll", "ngtr", "nless")))
 _STRICT = re.compile(r"(?:[\w)}|]\s+|[)}|]|(?<![\w<\\/])[a-zA-Z])(?:[<>]|\\(?:gt|lt|gg|ll|ngtr|nless))$")
+_WITHDRAWN = re.compile(  # 42 does not satisfy the second condition
+    r"(?:(?<![\w.,])(?P<name>[-−]?[0-9][0-9.,/]*)\$?|\b[Tt]his (?:answer|value|solution)) (?:(?:does not|fails to)"
+    r" (?:satisfy|work|hold)|is (?:not (?:valid|allowed|possible|correct|right)|wrong|incorrect|invalid|impossible))"
+)
 _WORD = re.compile(r"\b(?:and|or)\b")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
@@ -59,7 +63,7 @@ def boxed(text: str) -> str | None:
         bare = _BARE_BOX.findall(text)
         return bare[-1] if bare else None
     found = [box for box in found if not (denied(text, box.start, box.end) or _is_passed(text, box.start))]
-    if not found:
+    if not found or _is_withdrawn(found[-1].content, text[found[-1].end :]):
         return ""
     kept = [found[-1]]
     for box in reversed(found[:-1]):
@@ -70,6 +74,12 @@ def boxed(text: str) -> str | None:
     if len(kept) == 1:
         return with_glued(contents[0], text[: kept[0].start], text[kept[0].end :])
     return ", ".join(dict.fromkeys(contents))
+
+
+def _is_withdrawn(content: str, after: str) -> bool:
+    """Whether the text behind a box says that its content, or this answer, is none."""
+    found = _WITHDRAWN.search(after)
+    return found is not None and found["name"] in (None, content)
 
 
 def _is_passed(text: str, start: int) -> bool:

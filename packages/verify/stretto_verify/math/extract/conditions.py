@@ -66,9 +66,8 @@ def _total(found: re.Match[str]) -> str | None:
     total = told or Fraction(_PART.findall(found["total"])[0].replace(",", ""))
     parts = _PART.findall(found["parts"])
     is_sum = len(parts) > 1 and sum(Fraction(part.replace(",", "")) for part in parts) == total
-    if is_sum or (len(parts) == total and _NO_WORD.fullmatch(found["parts"])):
-        return found["total"] if told is None else str(told)
-    return None
+    is_total = is_sum or (len(parts) == total and _NO_WORD.fullmatch(found["parts"]))
+    return (found["total"] if told is None else str(told)) if is_total else None
 
 
 def unbounded(text: str, prompt: str) -> str:

@@ -20,8 +20,8 @@ _CORRECTED = re.compile(  # "The answer is 42. No, 43."
 )
 _SO = r"(?:so|hence|thus|therefore|giving|which (?:gives|makes)),?\s{1,8}"
 _RECONSIDERED = re.compile(  # \boxed{42}. I forgot to add 1, so it's 43. \boxed{42}. So there are 43.
-    r"(?:(?:\b(?:wait|actually|hmm|sorry|oops|correction|mistake|forgot(?:ten)?|missed|overlooked|miscount(?:ed)?"
-    r"|contradicts?|hold on|redo|recount(?:ing)?|but (?:this|that)|counted twice|second thought)|[.!?;}$\n]\s{0,8}no)"
+    r"(?:(?:\b(?:wait|actually|hmm|sorry|oops|correction|mistake|forgot|missed|overlooked|contradicts?|hold on"
+    r"|re(?:do|count|check|compute|calculate)|but (?:this|that)|counted twice|second thought)|[.!?;}$\n]\s{0,8}no)"
     rf"\b[^$]{{0,200}}?(?:[.!?:;,\n]\s{{1,8}}{_SUBJECT}|\b{_SO}{_SUBJECT}?)|[0-9}}][$*).\s]{{1,8}}{_SO}{_SUBJECT})"
     rf"{_PIECE}",
     re.IGNORECASE,

@@ -29,7 +29,7 @@ _DENIED_BEFORE = re.compile(
     r"|\bcannot (?:be|equal|get|reach|obtain)\b|\brather than\b"
     r"|\binstead of\b|\\neq?|≠|!=|\bby no means\b|\bno way\b"
     r"|(?<!no )\bdoubt\b|\bimpossible\b|\bunlikely\b|\bhardly\b|\b(?:any|every)thing but\b|\bexcept\b|\bother than\b"
-    r"|\bfar from\b"
+    r"|\bfar from\b|\b(?:suppose|assum(?:e|ing)|if [a-z]+ were)\b"
     r"|\b(?:false|wrong|incorrect) (?:that|to)\b|\bnobody\b|\bno one\b)"
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$",
     re.IGNORECASE,
@@ -61,7 +61,7 @@ _LABELLED = re.compile(  # "This is not the final answer: 42"
 )
 _BESIDE = re.compile(  # the answer is another number, described by this one
     r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than"
-    r"|exceed(?:s|ing)?"
+    r"|exceed(?:s|ing)?|as [a-z]+ as"
     r"|(?:(?:reject|avoid|discard|eliminate|exclude)(?:s|e?d)?|rul(?:e|ed|es|ing) out)"
     r"(?: (?:the )?(?:answer|value|option|choice|solution|root))?"
     r"|without|exclud(?:e[sd]?|ing)|differ(?:s|ent)? from|unequal to|menos|moins|минус"
@@ -76,16 +76,16 @@ _BESIDE = re.compile(  # the answer is another number, described by this one
 _OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|lower|above|below|beyond|up|over)"
 _OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
 _DENIED_AFTER = re.compile(
-    r"^[\s$.)}*]{0,3}\s*(?:isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
+    r"^[\s$.)}*]{0,3}\s*(?:\((?:wrong|incorrect|false|rejected|extraneous)\b|isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
     r"|(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible|too)\b"
     r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b|(?:is|was) (?:ruled out|excluded"
     r"|no answer)|(?:must|has to|should|can) be (?:rejected|excluded|discarded|eliminated|ruled out)\b"
     r"|,?\s*but (?:that|this|it|which) (?:is|was|would be|seems) (?:not|wrong|incorrect|false)\b"
-    r"|(?:is|was|would be) (?:(?:an?|the|my|our) (?:mistake|wrong|incorrect|false)|wrong|incorrect"
+    r"|(?:is|was|would be) (?:(?:an?|the|my|our) (?:mistake|(?:first )?guess|wrong|incorrect|false)|wrong|incorrect"
     r"|out of the question)\b"
     r"|\?\s*not\b"
-    rf"|\s(?:squared|cubed|factorial|less (?:one|[0-9]+)|(?:more|less) than [0-9]+|(?:or|plus|minus"
-    rf"|times) {NUMBER_WORD}|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
+    rf"|\s(?:squared|cubed|doubled|halved|tripled|twice|factorial|less (?:one|[0-9]+)|(?:more|less) than [0-9]+"
+    rf"|(?:or|plus|minus|times) {NUMBER_WORD}|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
     re.IGNORECASE,
 )
 _PARTS = "half|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth"
@@ -118,13 +118,15 @@ _DENYING_ELSEWHERE = re.compile(
     r"|(?:不(?:可能|应该?|應該?|会|會|能)?(?:是|为|為|等于|等於|选|選)|[并並绝絕]非)[择擇项項:：\s]{0,3}$",
     re.IGNORECASE,
 )
-_DENYING = re.compile(r"\b(?:not|never|doubt|impossible|unlikely|wrong|incorrect|false)\b|n't\b", re.IGNORECASE)
+_DENYING = re.compile(
+    r"\b(?:not|never|suppose|assume|doubt|impossible|unlikely|wrong|incorrect|false)\b|n't\b", re.IGNORECASE
+)
 #: Words of which one stands in every denial, or description of another number, in front of its object.
 _DENYING_WORDS_TEXT = """
 not non pas nicht never neither nor cannot than instead means way doubt impossible unlikely hardly but except far wrong
 false incorrect exceed exceeds exceeding without exclude excludes excluded excluding from to menos moins below above
 beyond nearly almost twice double triple half thrice by of nobody one de als di dan end no before after until over
-under avoid
+under avoid as suppose assume assuming were
 """
 _DENYING_WORDS = (
     frozenset(_DENYING_WORDS_TEXT.split())
@@ -190,7 +192,7 @@ def _denied_behind(content: str, after: str) -> bool:
     if content.strip("$}").removeprefix(r"\boxed{").isdigit() and _ORDINAL.match(after) is not None:
         return True
     first = after.lstrip(_SIGNS)[:1]
-    if not first or not (first.isalpha() or first in "?," or not after.isascii()):
+    if not first or not (first.isalpha() or first in "?,(" or not after.isascii()):
         return False
     if any(form.match(after) for form in (_DENIED_AFTER, _ANOTHER_BEHIND, _DENIED_AFTER_ELSEWHERE)):
         return True

@@ -119,10 +119,9 @@ def _with_rival(content: str, after: str) -> str | None:
         return None
     number = next((term for at, _, term in terms(after[start : start + 60]) if at == 0), found["number"])
     one, other = with_unit(content, after), found["formula"] or with_unit(number, after[found.end() :])
-    if one != content and other != number and found["formula"] is None:
-        return None
+    is_converted = one != content and other != number and found["formula"] is None
     joint = r" \approx " if "≈" in found[0] or r"\approx" in found[0] else ", "
-    return f"{one}{joint}{other}"
+    return None if is_converted else f"{one}{joint}{other}"
 
 
 def _segment_before(before: str) -> tuple[str, bool]:
@@ -155,7 +154,8 @@ def _in_formula(content: str, left: str, right: str, *, is_marked: bool) -> str 
     left = left[cut[-1] :] if cut else left
     opened = left.count("(") - left.count(")")
     if opened > 0 and is_marked and (closing := _closing(right, opened)) is not None:
-        return None if not right[:closing].strip(" )\\") else f"{left}{_atom(content)}{right[:closing]}"
+        end = len(right) if _BEHIND.match(right, closing) else closing
+        return None if not right[:end].strip(" )\\") else f"{left}{_atom(content)}{right[:end]}"
     before = None if _LIST_NUMBER.fullmatch(left) else _BEFORE.search(left)
     behind = _BEHIND.match(right) or (_MARK_BEHIND.match(right) if is_marked else None)
     if before is None and behind is None:

@@ -99,8 +99,7 @@ def reasoned(text: str) -> str | None:
     >>> reasoned("Yes, since 42 is even."), reasoned("No, 43 is odd."), reasoned("Yes or no")
     ('Yes', 'No', None)
     """
-    found = _REASONED.fullmatch(text)
-    return None if found is None else found[1]
+    return None if (found := _REASONED.fullmatch(text)) is None else found[1]
 
 
 def concluded(text: str) -> str:

@@ -75,10 +75,8 @@ def unquoted(text: str) -> str:
     """
     if "$^" in text:
         text = _POWER_OF_UNIT.sub(r"^\1", text)
-    if any(words in text for words in ("i.e.", "that is", "equivalently")):
-        text = _RESTATED.sub(" or ", text)
-    if "(or " in text:
-        text = _IN_BRACKETS.sub(r" or \1", text)
+    if any(words in text for words in ("i.e.", "that is", "equivalently", "(or ")):
+        text = _IN_BRACKETS.sub(r" or \1", _RESTATED.sub(" or ", text))
     if any(word in text for word in ("about", "approx", "≈", "roughly", "around")):
         text = _SAME_UNIT.sub(r" ≈ \2\1", text)
         text = _APPROXIMATED.sub(lambda found: f" ≈ {next(filter(None, found.groups())).strip()}", text)

@@ -92,7 +92,7 @@ _BASE = re.compile(
     r"^(?P<open>\()?(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)(?(open)\)|)_\{?(?:\\text\{)?(?P<base>[0-9]{1,2}|[a-z]{3,7})\}*$"
 )  # 101_2
 _DENIED = re.compile(
-    r"^\W*(?:squared|cubed)\b|\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial"
+    r"^\W*(?:squared|cubed|doubled|halved|tripled|twice)\b|\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial"
     r"|fails?|excluded|too|below|halves|(?:third|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s"
     r"|(?:st|nd|rd|th) (?:[a-z]+ )?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)"
     r"|of (?:the |an? )?(?:[a-z]+ )?(?:half|third|quarter|rest)|at (?:least|most)|counting"
