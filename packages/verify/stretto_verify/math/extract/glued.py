@@ -154,8 +154,8 @@ def _in_formula(content: str, left: str, right: str, *, is_marked: bool) -> str 
     left = left[cut[-1] :] if cut else left
     opened = left.count("(") - left.count(")")
     if opened > 0 and is_marked and (closing := _closing(right, opened)) is not None:
-        end = len(right) if _BEHIND.match(right, closing) else closing
-        return None if not right[:end].strip(" )\\") else f"{left}{_atom(content)}{right[:end]}"
+        ends = len(right) if _BEHIND.match(right, closing) else closing
+        return None if not right[:ends].strip(" )\\") else f"{left}{_atom(content)}{right[:ends]}"
     before = None if _LIST_NUMBER.fullmatch(left) else _BEFORE.search(left)
     behind = _BEHIND.match(right) or (_MARK_BEHIND.match(right) if is_marked else None)
     if before is None and behind is None:
