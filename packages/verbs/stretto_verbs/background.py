@@ -42,9 +42,10 @@ class Background:
 
     def _end(self) -> None:
         """Stop the loop, cancel its tasks and wait up to five seconds for the step in progress: an interpreter that
-        exits while torch computes may crash."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(_END_SECONDS)
+        exits while torch computes may crash. Does nothing if the thread has ended, or in a fork, which has none."""
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(_END_SECONDS)
 
     @property
     def here(self) -> bool:
