@@ -2,7 +2,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others test-gpu tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify test-workflows test-kernels core-learning core-rest test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types types-darwin tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
+.PHONY: help setup demo smollm2 test tests-runs tests-models tests-others test-gpu tests-again test-core test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify test-workflows test-kernels core-learning core-answering core-rest test-long tinker-environment test-tinker test-numerics agent-environments engine-environments test-engines test-engine-clients test-clusters test-agents test-outlets test-browser test-lowest web format format-check lint types types-darwin tests coverage docs bench bench-quick bench-virtual bench-sandbox bench-generation bench-serving bench-soak bench-loop bench-smollm2 bench-training bench-trl gpu clean
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # One torch thread per process: several processes with several threads each spin against each other.
@@ -78,21 +78,25 @@ PYTEST := $(RUN) pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder
 core := core doors engine loop model processes rewards rollout store trainer weights
 report := audit dashboard outlets watch
 foresight := planner simulator
-kernels := model
+# Of the room `model`, what is about the package of loops alone; the rest of it, about models that use them.
+kernels := $(addprefix model/test_,chunks.py cuda_graphs.py decode_attention.py fused.py panels.py program.py tiles.py \
+	trace.py triton_attention.py triton_draw.py triton_fused.py triton_layer.py)
 
 test-report test-gateway test-servers test-cluster test-foresight test-verbs test-verify test-workflows test-kernels: test-%: .venv/ready-test  ## the tests of packages/% alone
 	$(PYTEST) $(addprefix tests/,$(or $($*),$*)) packages/$*
 
-# Of the core, which takes as long as all others, in two processes: a worker of xdist collects all.
+# Of the core, which takes as long as all others, in three processes, as `tests`: a worker of xdist collects all.
 test-core: .venv/ready-test  ## the tests of packages/core alone
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target core-learning core-rest
+	@$(MAKE) --no-print-directory --jobs=3 --output-sync=target core-learning core-answering core-rest
 
-learning := trainer processes rewards
-core-learning core-rest: core-%:
+learning := trainer rewards
+answering := engine processes weights
+core-learning core-answering core-rest: core-%:
 	$(RUN) pytest -o cache_dir=.cache/pytest/core-$* $(CORE_$*)
 
 CORE_learning = $(call below,$(learning))
-CORE_rest = $(call below,$(filter-out $(learning),$(core))) packages/core
+CORE_answering = $(call below,$(answering))
+CORE_rest = $(call below,$(filter-out $(learning) $(answering),$(core))) packages/core $(addprefix --ignore=tests/,$(kernels))
 
 test-long: .venv/ready-test  ## what takes long and breaks rarely
 	$(RUN) pytest -m long tests
