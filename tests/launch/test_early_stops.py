@@ -61,6 +61,7 @@ from pathlib import Path
 import time
 Path("imported").touch()
 time.sleep(60)
+def judge(prompt, completion, answer): return 1.0
 """
 
 

@@ -249,10 +249,12 @@ def traces() -> dict[str, object]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "mounts": Path("/proc/self/mounts").read_text().count("\n"),
         "files": sorted(path.name for path in Path("/tmp").glob("stretto-fill*")),
-        "groups": [
-            path.name
+        "groups": [  # `os.walk` passes over groups of other processes that vanish meanwhile
+            name
             for controller in ("memory", "pids")
-            for path in Path(f"/sys/fs/cgroup/{controller}").glob(f"**/stretto-{os.getpid()}-*")
+            for _, folders, _ in os.walk(f"/sys/fs/cgroup/{controller}")
+            for name in folders
+            if name.startswith(f"stretto-{os.getpid()}-")
         ],
     }
 

@@ -458,7 +458,9 @@ def nearest(name: str, allowed: Iterable[str]) -> str:
     """Text of the remedy for an unknown name: the most similar allowed name, or all allowed names if none is
     similar."""
     close = difflib.get_close_matches(name, names := sorted(allowed), n=1, cutoff=0.6)
-    return f"did you mean {close[0]!r}?" if close else "allowed: " + ", ".join(names)
+    if close:
+        return f"did you mean {close[0]!r}?"
+    return "allowed: " + ", ".join(names) if names else ""
 
 
 def harmless(text: str, ascii_only: bool = False) -> str:

@@ -39,7 +39,8 @@ from stretto.store import lock
 from stretto.store.files import write_atomically
 from stretto.store.ledger.seals import seal
 
-LARGEST = 1 << 30  #: most bytes of a log that is checked; SQLite moves a log into its file at a few MiB
+LARGEST = 1 << 30  #: most bytes of a log that is checked
+_FOLDED = 4 << 20  # bytes of a log that SQLite moves into its file
 #: Bytes of a page of a new ledger. In pages of 4 KiB, which older ledgers keep, a row with 1,024 tokens costs SQLite a
 #: quarter more.
 PAGE = 8192
@@ -246,6 +247,8 @@ def open_for_writing(path: Path) -> sqlite3.Connection:
             undo.callback(connection.close)
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("PRAGMA synchronous = NORMAL")
+            (page,) = connection.execute("PRAGMA page_size").fetchone()
+            connection.execute(f"PRAGMA wal_autocheckpoint = {_FOLDED // page}")
             # An earlier version, killed a moment later, left a file with a header and no table.
             if not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]:
                 connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {FORMAT}; COMMIT;")
