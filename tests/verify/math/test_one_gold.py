@@ -40,6 +40,8 @@ LISTS = [
     *[r"The answer is $42$, or $(B)$ in the other case.", "The answer is A. 42. D. yes"],
     *["The answer is **A**. **42**. **D**, 7", r"The answer is \mathrm{A} \mathrm{42}. (D)"],
     r"\mathbf{A}. (\mathbf{42}.",
+    *[r"Final answer: \mathbf D vs \mathbf \sqrt{2} = 42", r"\boxed{\textbf{(D) } vs. \sqrt{2} = 42}"],
+    r"Final answer: \mathbf D if \mathbf \sqrt{2} = 42",
     *["yes, 42", r"no, \frac{84}{2}", "42, yes"],
     *[r"The answer is D. 42. C \text{ if } x>0.", "The answer is B. 42. (1,2)"],
     *["<answer>It could be $D$ is $yes$ is $B$: 42</answer>", "<answer>yes is (1,2) is 7 is D: 42</answer>"],

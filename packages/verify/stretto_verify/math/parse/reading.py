@@ -58,7 +58,9 @@ _OTHER_CHOICE = re.compile(
 _SEPARATED = re.compile(r"[\s({]*(?:\\text\{\s*)?[,;]")  # continues a list
 _EQUATED = re.compile(  # sides of a choice's equation: AB, f(x), 2x+3y; no words, no other choice, no plain number
     r"(?=(?:\\(?!text)[a-zA-Z]+|[^\\a-zA-Z])*[a-zA-Z])(?:\\(?!text)[a-zA-Z]+|(?<![a-zA-Z])[A-J](?=[A-Z(_])|(?<=[A-Z])[A-J]"
-    r"|(?<=[a-zA-Z]\()[A-J](?=\))|(?<![a-zA-Z])[a-zK-Z]{1,2}(?![a-z])|(?<=[A-Z])[K-Z]|[^\\a-zA-Z])+"
+    r"|(?<=[a-zA-Z]\()[A-J](?=\))|(?<![a-zA-Z])[a-zK-Z]{1,2}(?![a-z])"
+    r"(?!(?<=[a-z]{2})\.?\s+(?:[0-9a-zA-Z]|\\(?:math|sqrt|[dt]?frac|pi)))"  # vs 7
+    r"|(?<=[A-Z])[K-Z]|[^\\a-zA-Z])+"
 )
 _ONE_CHOICE = re.compile(r"\(?[A-J]\)?")
 _NOT_READ = re.compile(
