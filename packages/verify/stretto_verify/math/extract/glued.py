@@ -51,6 +51,7 @@ _OR = re.compile(
 _AND = re.compile(r"\$?,?\s+and\s+(?:also\s+|possibly\s+)?\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
 _OR_BEFORE = re.compile(r"(?<![0-9.,/])(-?[0-9][0-9./]*)\$?,?\s+or\s+\$?$")
 _SHARE = re.compile(r"\$?\s*(?:\\?%|percent\b)\s*\$?\s*of\s+\\?\$?([0-9][0-9,]*(?:\.[0-9]+)?)")
+_PERCENT = re.compile(r"\s?per ?cent\b")
 _IN_BASE = re.compile(
     r"\$?\s*\(?(?:in\s+)?(base\s+(?:[0-9]{1,2}|[a-z]{3,7})|binary|octal|hexadecimal)\b", re.IGNORECASE
 )
@@ -95,7 +96,7 @@ def with_glued(content: str, before: str, after: str) -> str:
     if (modulus := _REMAINDER.match(after)) is not None:
         return rf"{content} \pmod{{{modulus[1]}}}"
     if (other := _OR.match(after) or _COMMA.match(after) or _AND.match(after)) is not None:
-        return f"{content}, {other[1]}"
+        return f"{content}, {_term(other[1], after, other.start(1))[1]}"
     if _NUMERIC.fullmatch(content) and (rival := _with_rival(content, after)) is not None:
         return rival
     left, opened = _segment_before(before)
@@ -117,11 +118,21 @@ def _with_rival(content: str, after: str) -> str | None:
     start = found.start("formula" if found["number"] is None else "number")
     if denied(after, start, found.end()):
         return None
-    number = next((term for at, _, term in terms(after[start : start + 60]) if at == 0), found["number"])
-    one, other = with_unit(content, after), found["formula"] or with_unit(number, after[found.end() :])
+    number, measured = _term(found["number"] or "", after, start)
+    one, other = with_unit(content, after), found["formula"] or measured
     is_converted = one != content and other != number and found["formula"] is None
     joint = r" \approx " if "≈" in found[0] or r"\approx" in found[0] else ", "
     return None if is_converted else f"{one}{joint}{other}"
+
+
+def _term(number: str, text: str, start: int) -> tuple[str, str]:
+    """The whole term that begins at `start` with `number`, bare and with its unit, magnitude or percent: "3 dozen", not
+    3."""
+    length, term = next(
+        ((end, term) for at, end, term in terms(text[start : start + 60]) if at == 0), (len(number), number)
+    )
+    after = text[start + length :]
+    return term, rf"{term}\%" if _PERCENT.match(after) else with_unit(term, after)
 
 
 def _segment_before(before: str) -> tuple[str, bool]:
