@@ -188,6 +188,18 @@ def test_a_profile_of_a_gpu_says_what_it_assumes_where_that_is_most_of_a_step() 
     assert len(said) == 1
 
 
+def test_fixed_seconds_of_a_role_that_is_mostly_idle_are_no_reason_to_warn() -> None:
+    """64 engines need 6.5 ms for a token, 5 of them for any model; the trainer needs 4 s more than its 2 for any."""
+    rollout, trainer = {"batch_size": 1024, "max_in_flight": 512}, {"micro_batch_tokens": 8192}
+    shape = ModelShape(10**9, 8, 2048, 16, 8, 128, 32_000, tied=True)
+    billion = replace(job(), shape=shape, reward_workers=64)
+    idle, h100, said = billion.with_settings(rollout, {"count": 64}, trainer), machine_of("h100"), list[str]()
+    (found,) = plan(idle, h100, None, say=said.append).layouts
+    of_decode, of_training = Costs(idle, h100, Layout(64, 1)).fixed_shares
+    assert (found.waits_for, of_decode > 0.75, of_training > 0.75) == ("training", True, False)
+    assert said == []
+
+
 @pytest.mark.parametrize("goal", ["time", "cost", "staleness"])
 def test_layouts_fit_their_devices_and_stand_in_the_order_of_the_goal(goal: str) -> None:
     h100 = machine_of("h100")

@@ -32,7 +32,7 @@ _PATIENCE = 30.0  # CPU seconds after which no simulation starts, and the curren
 _DRAWN = 4  # training steps shown in a timeline
 _SEED = 1  # of the lengths in a simulation
 _BUSY = 0.9  # busy share of a role from which it counts as the bottleneck
-_MOSTLY = 0.75  # share of fixed seconds in a step from which a profile says little about a model
+_MOSTLY = 0.75  # share of fixed seconds in a role's work from which a profile says little about a model
 
 
 class Staleness(Record, frozen=True):
@@ -130,17 +130,20 @@ def plan(
     layouts = best_first(found, goal)
     if machine.name in known_machines():
         best = layouts[0]
-        _tell_fixed(Costs(job, machine, Layout(best.engines, best.ranks, best.tensor)), say)
+        _tell_fixed(Costs(job, machine, Layout(best.engines, best.ranks, best.tensor)), best.busy, say)
     return RunPlan(machine.name, goal, round(job.lengths.mean, 1), tuple(layouts))
 
 
-def _tell_fixed(costs: Costs, say: Callable[[str], None]) -> None:
-    """Warn if three quarters of a step are the seconds that a profile assumes for any model."""
-    machine = costs.machine
-    of_decode, of_training = costs.fixed_shares
-    fixed = [f"{machine.step_seconds:g} s of each decode step"] * (of_decode > _MOSTLY)
-    fixed += [f"{machine.train_seconds:g} s of each training step"] * (of_training > _MOSTLY)
-    if fixed:
+def _tell_fixed(costs: Costs, busy: Mapping[str, float], say: Callable[[str], None]) -> None:
+    """Warn if three quarters of an engine's or the trainer's work, and with it half of a step, are the seconds that a
+    profile assumes for any model. `busy`: busy share of each role."""
+    machine, (of_decode, of_training) = costs.machine, costs.fixed_shares
+    parts = {
+        f"{machine.step_seconds:g} s of each decode step": (of_decode, busy["engine-0"]),
+        f"{machine.train_seconds:g} s of each training step": (of_training, busy["trainer"]),
+    }
+    fixed = {words: share * at_work for words, (share, at_work) in parts.items() if share > _MOSTLY}
+    if max(fixed.values(), default=0.0) > 1 / 2:
         say(
             f"warning: most of this is what the profile {machine.name} assumes for any model, {' and '.join(fixed)}: "
             "small models and batches probably take far less; `stretto plan --calibrate` on the machine measures it"
