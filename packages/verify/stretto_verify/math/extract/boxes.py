@@ -77,9 +77,10 @@ def boxed(text: str) -> str | None:
 
 
 def _is_withdrawn(content: str, after: str) -> bool:
-    """Whether the text behind a box says that its content, or this answer, is none."""
-    found = _WITHDRAWN.search(after)
-    return found is not None and found["name"] in (None, content)
+    """Whether the text behind a box says that its content, or this answer, is none. "This answer" behind another number
+    is that number."""
+    names = [found["name"] for found in _WITHDRAWN.finditer(after)]
+    return content in names or names[:1] == [None]
 
 
 def _is_passed(text: str, start: int) -> bool:
