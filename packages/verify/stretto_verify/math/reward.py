@@ -65,7 +65,7 @@ _COMMA = re.compile(  # three digits are a thousand
 
 def math(prompt: str, completion: str, answer: str) -> bool:
     """Whether the final answer of `completion` equals the gold `answer`. `prompt`: the question; a repetition of it
-    is no answer, and it may end inside a thought, or ask for the base of a number.
+    is no answer, and it may end inside a thought. What it fixes, such as the base of a number, may be left out.
 
     Raises:
         Undecided: the gold answer is empty, exceeds the limits, or cannot be read. (A completion for which this holds,

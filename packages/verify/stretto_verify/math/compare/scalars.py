@@ -34,7 +34,7 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
     the other scalar is a multiple of pi. An amount in two units ("5 feet 3 inches") differs from a number without a
     unit, a percentage from an amount with one, and an answer in another base than ten from a gold answer without a
     base. A scaling word of the gold answer ("percent", "million") may be a unit that the question has given, so that
-    the answer may lack it; one of the answer counts, unless it is "percent".
+    the answer may lack it. One of the answer always counts, except "percent".
     """
     if {gold.unit, answer.unit} == {"degree", "rad"}:
         in_degrees, in_radians = (gold, answer) if gold.unit == "degree" else (answer, gold)
