@@ -38,7 +38,7 @@ from typing import Any
 
 os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import requests
 import torch
 from datasets import Dataset
@@ -186,18 +186,16 @@ class Watch(TrainerCallback):
         self.marks.append(time.perf_counter())
         self.cpu.append(cpu_seconds())
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
-    ) -> None:
-        if "reward" in logs:
-            self.logs.append(dict(logs))
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        if "reward" in given["logs"]:
+            self.logs.append(dict(given["logs"]))
 
 
 def cpu_seconds() -> float:
     """CPU seconds of this process and of those below it."""
     this = psutil.Process()
     times = [process.cpu_times() for process in (this, *this.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    return float(sum(each.user + each.system for each in times))
 
 
 @contextmanager
