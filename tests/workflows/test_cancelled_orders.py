@@ -1,6 +1,6 @@
-"""Promises about a workflow that stops to wait: a turn that it did not get is none of its turns, whether it was sampled
-or not, and is sampled no further; a call that was not made leaves a result on record, so that a resume does not take it
-for one that a crash has cut short."""
+"""Promises about a workflow that stops to wait: a turn that it did not get is none of its turns and counts for no
+limit, whether it was sampled or not, and is sampled no further; a call that was not made leaves a result on record, so
+that a resume does not take it for one that a crash has cut short."""
 
 import asyncio
 from collections.abc import Callable
@@ -17,7 +17,8 @@ from tests.workflows.benches import Bench, encode
 def test_a_turn_that_the_workflow_stopped_to_wait_for_is_not_among_its_turns(
     bench: Callable[..., Bench], seconds: float
 ) -> None:
-    made = bench("Hurries", {"seconds": seconds})  # with 0.5 the turn has ended when it is cancelled
+    # With 0.5 the turn has ended when it is cancelled. The limits leave room for one turn.
+    made = bench("Hurries", {"seconds": seconds}, max_turns=1, max_tokens=2)
     made.members = 1
     [trajectory] = made.run()
     assert trajectory.verdict.outcome is Outcome.RIGHT
@@ -27,19 +28,20 @@ def test_a_turn_that_the_workflow_stopped_to_wait_for_is_not_among_its_turns(
     assert prompt == encode("5+6=")
 
 
-def test_a_turn_that_nobody_waits_for_is_sampled_no_further(bench: Callable[..., Bench]) -> None:
-    broken_off = asyncio.Event()
+def test_a_turn_that_nobody_waits_for_is_sampled_no_further(bench: Callable[..., Bench], tmp_path: Path) -> None:
+    broken_off, begun = asyncio.Event(), tmp_path / "begun"
 
     async def one_after_the_other(request: TurnRequest) -> None:
         if request.prompt[-4:] == encode("5+6="):
             await asyncio.wait_for(broken_off.wait(), 20)
             return
         try:
+            begun.touch()
             await asyncio.sleep(60)
         finally:
             broken_off.set()
 
-    made = bench("Hurries", {"seconds": 0.5})
+    made = bench("Hurries", {"begun": str(begun)})
     made.members, made.model.on_turn = 1, one_after_the_other
     [trajectory] = made.run()
     assert trajectory.verdict.outcome is Outcome.RIGHT

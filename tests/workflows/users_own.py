@@ -218,15 +218,18 @@ class Counts(stretto.Workflow):
 
 
 class Hurries(stretto.Workflow):
-    """Stops to wait for its first turn after some seconds, in which it takes no message, and asks for another one."""
+    """Stops to wait for its first turn after some seconds, and not before the file `begun` is there, and asks for
+    another one. Meanwhile it takes no message."""
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float = 0.0, begun: str = "/") -> None:
+        self.seconds, self.begun = seconds, Path(begun)
 
     async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> stretto.Reward:
         first = asyncio.ensure_future(chat.generate())
         await asyncio.sleep(0)
         time.sleep(self.seconds)
+        while not self.begun.exists():
+            time.sleep(0.01)
         first.cancel()
         await chat.new([{"role": "user", "content": "5+6="}]).generate()
         return stretto.Reward(1.0, by_turn=[0.25])

@@ -109,6 +109,12 @@ class Exchange:
         cut = segment.stop_reason is StopReason.LENGTH
         return OrderDone(order.run, order.order, TurnReply(turn.node, text, message, segment.token_ids, cut))
 
+    def take_back(self, node: int) -> None:
+        """Count a turn that `turn` has returned as not taken, because it did not reach the workflow."""
+        self._turns -= 1
+        self._sampled -= self.session.forest.segments[node].length
+        self.session.take_back(node)
+
     def _rendered(self, order: TurnOrder) -> tuple[Tokens, str]:
         held = self._held(order)
         try:

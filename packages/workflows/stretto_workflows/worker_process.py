@@ -140,7 +140,7 @@ class _Member:
     def give_up(self, order: int) -> None:
         """Cancel an order whose result the workflow no longer wants. If it is a turn that has ended, take it back."""
         if (node := self.nodes.pop(order, None)) is not None:
-            self.exchange.session.take_back(node)
+            self.exchange.take_back(node)
         elif (task := self.serving.get(order)) is not None:
             task.cancel()
 
