@@ -170,8 +170,15 @@ def _source(module: str, folder: str | None) -> ast.Module | None:
     can be read. Raises ModuleNotFoundError if its top package is nowhere."""
     names = module.split(".")
     spec = PathFinder.find_spec(names[0], [*filter(None, (folder,)), os.getcwd()])
-    if spec is None and find_spec(names[0]) is None:
-        raise ModuleNotFoundError(f"No module named {names[0]!r}", name=names[0])
+    if spec is None or spec.origin is None:  # a folder without `__init__.py` comes behind every package with one
+        try:
+            other = find_spec(names[0])
+        except ValueError:  # `__main__`, a script, has no spec
+            return None
+        if spec is None and other is None:
+            raise ModuleNotFoundError(f"No module named {names[0]!r}", name=names[0])
+        if other is not None and other.origin is not None:
+            return None
     for name in names[1:]:
         inner = None if spec is None else spec.submodule_search_locations
         # Without the packages before it: of a folder without `__init__.py` they would have to be imported.
@@ -194,14 +201,20 @@ _HIDDEN = {"*", "__getattr__", "exec", "globals", "locals", "modules", "setattr"
 
 
 def _bound(tree: ast.Module) -> set[str] | None:
-    """All names that are bound anywhere in a module; None if it may have others."""
+    """All names that are bound anywhere in a module; None if it may have others. The parts of the names of imported
+    modules count: a package gets each module in it that is imported as an attribute."""
     names, others = set[str](), set[str]()
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
             case ast.alias(name=name, asname=known):
-                names.add(known or name.partition(".")[0])
+                first, *inner = name.split(".")
+                names.update((known or first, *inner))
+            case ast.ImportFrom(module=str(module)):
+                names.update(module.split("."))
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                names.add(name)
             case ast.Name(id=name) | ast.Attribute(attr=name):
                 others.add(name)
                 names.update({name} if isinstance(node.ctx, ast.Store) else ())
