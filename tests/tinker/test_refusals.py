@@ -63,7 +63,8 @@ def test_wrong_data_fail_their_own_request_with_a_sentence(
         ({"beta1": 1.0}, "adam_params.beta1: 1.0"),
         ({"eps": -1e-8}, "adam_params.eps"),
         ({"eps": 0.0}, "adam_params.eps: 0; above 0"),
-        ({"eps": 1e-60}, "adam_params.eps: 1e-60, which is 0 in float32; above 0"),
+        ({"eps": 1e-60}, "adam_params.eps: 1e-60, too small for float32; at least 1.17549e-38"),
+        ({"eps": 1e-40}, "adam_params.eps: 1e-40, too small for float32; at least 1.17549e-38"),
         ({"learning_rate": 10**400}, "adam_params.learning_rate: 1000"),
     ],
 )

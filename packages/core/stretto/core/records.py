@@ -286,7 +286,7 @@ class Completion(Record, frozen=True):
     request: str
     member: int
     segment: Segment  # sampled, with a stop reason
-    top_logprobs: tuple[Likeliest, ...] = ()  # [L], of the sampled distributions, () in a prefix; empty if not asked
+    top_logprobs: tuple[Likeliest, ...] = ()  # [L], () for tokens of a prefix; empty if not requested
 
     def __post_init__(self) -> None:
         if self.segment.stop_reason is None:

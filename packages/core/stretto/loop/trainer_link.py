@@ -113,7 +113,7 @@ class TrainerLink:
         self._spanned = 0.0  # seconds
         self._began: float | None = None  # `time.monotonic` when the current order was given
         self._turn = asyncio.Lock()
-        self._say, self._canary_published, self._canary_agreed = say, canary_published, canary_agreed
+        self._canary_published, self._canary_agreed = canary_published, canary_agreed
         self.replayed: list[Update] = []  # updates of the steps that were trained again at the start
         self._new_process()
 

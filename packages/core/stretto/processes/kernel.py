@@ -1,4 +1,4 @@
-"""Abilities that only Linux has: descriptors of processes (pidfd), leases on files, options of memory, requests of a
+"""Functions that only Linux has: descriptors of processes (pidfd), leases on files, options of memory, requests of a
 process about itself (prctl), and probes of silent connections.
 
 A lease is refused while another process has the file open or mapped. An overlay file system grants one although the

@@ -58,7 +58,7 @@ def kind_of(data: str) -> str:
 
 def is_local(data: str, folder: Path) -> bool:
     """Whether `data` is a local file or folder (it exists in `folder`, looks like a path, has a suffix of `FILES`, or
-    any suffix and no owner), not a name of the Hugging Face hub.
+    a suffix of letters and no owner), not a name of the Hugging Face hub.
 
     >>> [is_local(name, Path("/nowhere")) for name in ("rows.csv", "rows.xlsx", "openai/gsm8k", "wikitext-2.0")]
     [True, True, False, False]

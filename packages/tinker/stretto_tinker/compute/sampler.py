@@ -315,7 +315,7 @@ class Sampler:
 
 
 class _Scores:
-    """What a wish asks of its prompt, as far as it is computed; `found` is the result without sequences."""
+    """Results of a wish for its prompt, as far as they are computed; `found` has them, and no sequences."""
 
     def __init__(self, wish: Wish) -> None:
         tokens, after = len(wish.prompt), max(0, len(wish.prompt) - 1)

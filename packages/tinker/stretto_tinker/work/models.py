@@ -360,8 +360,10 @@ def adam_of(body: OptimStep) -> Adam:
         ):
             found = "null, as NaN and infinity are sent" if value is None else f"{value!r:.40}"
             raise RefusedRequest(field, found, f"0 to {numbers[name]:g}")
-        elif name == "eps" and value < _LEAST:  # a weight without any gradient would become NaN
-            raise RefusedRequest(field, "0" if not value else f"{value:g}, which is 0 in float32", "above 0")
+        elif name == "eps" and not value:  # a weight without any gradient would become NaN
+            raise RefusedRequest(field, "0", "above 0")
+        elif name == "eps" and value < _LEAST:  # float32 rounds it to 0, or a device may
+            raise RefusedRequest(field, f"{value:g}, too small for float32", f"at least {_LEAST:g}")
     return Adam(**{name: float(value) for name, value in params.items() if name in numbers})
 
 

@@ -131,8 +131,8 @@ def encode_prompts(questions: Iterable[Question], tokenizer: Tokenizer, longest:
     of a prompt.
 
     Raises:
-        DataError: a prompt is empty, has more than `longest` tokens, or has characters that the tokenizer does not
-            know; names every such question.
+        DataError: a prompt is empty or has more than `longest` tokens; names every such question. Or it has characters
+            that the tokenizer does not know; names all of them, and some such questions.
         ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     prompts: list[Prompt] = []
@@ -237,8 +237,8 @@ def encode_demonstrations(
     demonstration gets that token alone. Prompt and demonstration may have at most `context` tokens together.
 
     Raises:
-        DataError: a prompt is empty, a question has more than `context` tokens, or has characters that the tokenizer
-            does not know; names every such question.
+        DataError: a prompt is empty, or a question has more than `context` tokens; names every such question. Or it has
+            characters that the tokenizer does not know; names all of them, and some such questions.
         ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     prompts = encode_prompts(questions, tokenizer, context)

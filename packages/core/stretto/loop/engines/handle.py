@@ -32,14 +32,14 @@ _GIVE_UP_SECONDS = 1.0
 
 @dataclass
 class EngineHandle:
-    """One engine of the pool. The handle stays the same when the engine's process is replaced.
+    """One engine of the pool. The handle stays the same when the engine's process is replaced. `load_interval`, an
+    argument only: least seconds between two loads of new weights (`engine.load_interval`).
 
     Attributes:
         client: sends requests to the engine, over HTTP.
         restarts: how often the process may still be replaced.
         changed: called with this handle when `state`, `version` or `lags` has changed.
         proving: checks the weights of each version that the engine loads.
-        load_interval: least seconds between two loads of new weights (`engine.load_interval`).
         host: name of the engine's machine.
         state: changed only by methods of this class.
         version: version that the engine serves; None while it is down or starting.
@@ -93,7 +93,8 @@ class EngineHandle:
             logs: folder of the log; the file is named after the engine.
             role: module that the process runs.
             spawner: starts the process.
-            changed, proving, load_interval: attributes of the handle.
+            changed, proving: attributes of the handle.
+            load_interval: least seconds between two loads of new weights.
         """
         log, own = logs / f"{spec.name}.txt", on_gpus(spec.gpus)
         process = RoleProcess(spec.name, role, log, deadlines.hung, spawner, own)
