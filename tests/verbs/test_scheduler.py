@@ -153,7 +153,10 @@ with stretto.Ledger({str(tmp_path)!r}) as ledger:
     assert done.stdout == "1 False False\n"
 
 
-@pytest.mark.parametrize("name", ["seed", "group_size", "mark of the prompts", "standing", "bounds", "in_flight"])
+OWN = ["seed", "group_size", "mark of the prompts", "standing", "bounds", "in_flight", "totals", "engines"]
+
+
+@pytest.mark.parametrize("name", OWN)
 def test_a_fact_of_the_ledger_cannot_be_replaced_and_the_loop_goes_on(tmp_path: Path, name: str) -> None:
     asked: dict[str, Any] = {"batch_size": 1, "group_size": 2, "max_staleness": "auto"}
     with stretto.Ledger(tmp_path) as ledger:

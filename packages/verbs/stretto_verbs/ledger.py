@@ -30,6 +30,7 @@ from stretto.store.ledger.ledger import Ledger, Value
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import BOUNDS, UnfinishedGroup, read_batches, read_unfinished
 from stretto.store.ledger.rows import IN_FLIGHT
+from stretto.store.totals import ENGINES, TOTALS
 from stretto_verbs.arguments import FOLDER, WHOLE, ArgumentKind, check, checked, instance
 from stretto_workflows.session import Session
 from stretto_workflows.sessions import LedgerRecord, sessions_of_run
@@ -37,7 +38,7 @@ from stretto_workflows.sessions import LedgerRecord, sessions_of_run
 _KEEP_SECONDS = 1.0
 #: Names of the facts about what a loop began with: they must be the same when it is continued.
 ORIGIN = SEED, PROMPTS_MARK, GROUP_SIZE = "seed", "mark of the prompts", "group_size"
-_OWN_NAMES = frozenset({*ORIGIN, ENDING, CONTROLLER, BOUNDS, IN_FLIGHT})
+_OWN_NAMES = frozenset({*ORIGIN, ENDING, CONTROLLER, BOUNDS, IN_FLIGHT, TOTALS, ENGINES})  # readers know the last two
 TURN = ArgumentKind(
     "a ticket and the number of one of its answers, such as (ticket, 0)",
     lambda given: isinstance(given, tuple) and len(given) == 2 and _is_answer(*given),
