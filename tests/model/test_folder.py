@@ -210,8 +210,10 @@ def test_the_same_weights_in_other_formats_are_neither_counted_nor_saved_again(f
     for name in ("tf_model.h5", "flax_model.msgpack", "rust_model.ot", "consolidated.00.pth", "model.gguf"):
         (folder / name).write_bytes(b"another format")
     assert inspect_model_folder(folder) == facts
-    out = tmp_path / "out"
-    save_policy(load_policy(folder), folder, out)
+    policy, out = load_policy(folder), tmp_path / "out"
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").touch()
+    save_policy(policy, folder, out)
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in out.iterdir()} == names
 

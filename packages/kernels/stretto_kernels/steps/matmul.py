@@ -147,8 +147,8 @@ class Kernel:
 
     def holds(self, weight: Tensor) -> bool:
         """Whether the copy of `weight`, which is renewed first if the weight has changed, has the weight's numbers.
-        True for a kernel without a copy. Panels are compared by the exclusive or of all numbers' bits: one bit that
-        differs is always found, and a copy of other weights but for one in 65,536 (bfloat16)."""
+        True for a kernel without a copy. Panels are compared by the exclusive or of all numbers' bits. So one bit
+        that differs is always found; of 65,536 copies of other weights in bfloat16, one is not."""
         kernel = self.choice.kernel
         if kernel not in COPIED or weight.device.type != "cpu" or weight.dtype != self.dtype:
             return True
