@@ -58,6 +58,7 @@ def test_folders_without_an_init_are_packages_at_any_depth(tmp_path: Path) -> No
         "if True:\n    for godo in [len]: pass\n",
         "match len:\n    case godo: pass\n",
         "def broken(:\n",
+        "deep = " + 100_000 * "-" + "1\n",
     ],
 )
 def test_a_text_that_does_not_tell_is_left_to_the_import(tmp_path: Path, text: str) -> None:

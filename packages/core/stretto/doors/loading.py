@@ -187,7 +187,7 @@ def _source(module: str, folder: str | None) -> ast.Module | None:
         return None
     try:
         return ast.parse(Path(spec.origin).read_bytes())
-    except (OSError, SyntaxError, ValueError):  # its import will say what is wrong
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # its import will say what is wrong
         return None
 
 
