@@ -99,8 +99,8 @@ _PARTS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*"),
     *("*.model", "preprocessor_config.json", "processor_config.json", "*.md", "LICENSE*", ".git*"),
 )
-#: Patterns of the files in the tokenizer's folder that are not copied beside saved weights: weights in any format, which
-#: are another model's, and the config of an adapter, by which transformers would load one.
+#: Patterns of the files in the tokenizer's folder that are not copied beside saved weights: weights in any format (they
+#: are another model's), and the config of an adapter, by which transformers would load one.
 _WEIGHTS = (
     *("*.safetensors", "*.index.json", "pytorch_model*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx*"),
     *("tf_model*", "*.h5", "*.msgpack", "*.ot", "config.json", "generation_config.json", "adapter_config.json"),
