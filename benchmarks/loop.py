@@ -44,12 +44,14 @@ SYNCHRONOUS = {
     "two threads each": (*TOGETHER, "engine.threads=2", "trainer.threads=2"),
 }
 TRIAL_STEPS = 60
+#: Room for a batch of 32 groups, which the trainer computes in one micro-batch.
+LARGER = ("rollout.max_in_flight=40", "engine.slots=320", "trainer.micro_batch_tokens=8192")
 #: Ways to run the recipe beside trl, which has as many: groups per batch, and further settings.
 BESIDE_TRL = {
     "as in the recipe": (8, ()),
     "asynchronous": (8, ASYNCHRONOUS["at most ten loads a second"]),
     "asynchronous, caches kept": (8, CACHE_KEPT),
-    "asynchronous, a larger batch": (32, (*CACHE_KEPT, "rollout.max_in_flight=40", "engine.slots=320")),
+    "asynchronous, a larger batch": (32, (*CACHE_KEPT, *LARGER)),
 }
 PEER_GROUPS = 256  # that trl trains on in each setting; with fewer, the length of their answers is a matter of chance
 POLICIES = ("train", "wait", "mask", "expire")
