@@ -19,7 +19,9 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +48,18 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
 }
 _RIGHT = frozenset({"--help", "inspect RUN"})  # all others are mistakes: exit code 2
 _FIRST_LINE = "train, to its first line"
+_DEADLINE_SECONDS = 120.0
+
+
+@contextmanager
+def _killed_late(command: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Context manager: the command is killed if it has not ended, or written its line, within the deadline."""
+    alarm = threading.Timer(_DEADLINE_SECONDS, os.kill, (command.pid, signal.SIGKILL))
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
 
 
 def cpu_seconds(words: Sequence[str], folder: Path, code: int) -> float:
@@ -60,7 +74,8 @@ def cpu_seconds(words: Sequence[str], folder: Path, code: int) -> float:
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
-    _, status, usage = os.wait4(command.pid, 0)
+    with _killed_late(command):
+        _, status, usage = os.wait4(command.pid, 0)
     command.returncode = os.waitstatus_to_exitcode(status)
     if command.returncode != code:
         raise RuntimeError(f"stretto {' '.join(words)}: exit code {command.returncode} instead of {code}")
@@ -82,7 +97,7 @@ def seconds_to_first_line(words: Sequence[str], folder: Path) -> float:
         start_new_session=True,
     )
     assert command.stdout is not None
-    with command.stdout:
+    with command.stdout, _killed_late(command):
         line = command.stdout.readline()
         os.killpg(command.pid, signal.SIGKILL)
         _, _, usage = os.wait4(command.pid, 0)

@@ -39,7 +39,7 @@ def sampler(backend: LocalBackend) -> Sampler:
 
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A prompt is scored four tokens at a time; the list has the tokens of each piece so far."""
+    """Tokens of each piece that was scored so far, where prompts are scored four tokens at a time."""
     found = list[int]()
     forward = DecodePolicy.forward_of_piece
 

@@ -119,7 +119,7 @@ class _AnyThread(Ledger):
         """Record what a scheduler begins with: its seed, prompts and group size, by the names in `ORIGIN`."""
         with self.lock:
             for name in ORIGIN:
-                super().put(name, origin[name])
+                self._put(name, origin[name])
 
     def get(self, name: str, kind: type[Value]) -> Value | None:
         """Return the value stored under `name`, decoded as `kind`; None if there is none.

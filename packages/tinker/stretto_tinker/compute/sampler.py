@@ -344,7 +344,8 @@ class _Scores:
             found.drawn.logprobs[at] = rows_PV.cpu().gather(1, drawn).numpy()
 
     def _fill_own(self, start: int, rows_PV: Tensor) -> None:
-        """Add the log-probabilities of the prompt's tokens, and the likeliest tokens."""
+        """Add what a wish asks of the prompt's own tokens from position `start` on: their log-probabilities, and the
+        likeliest tokens beside them."""
         found, at = self.found, slice(start, start + len(rows_PV))
         if found.prompt_logprobs is not None:
             ids = torch.tensor(self._wish.prompt[at], device=rows_PV.device)

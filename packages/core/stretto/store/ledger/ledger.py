@@ -277,6 +277,10 @@ class Ledger:
         The fact is written in the same transaction as the changes of state since the last flush. Raises StoreError if
         it could not be read again, as with a number that is not finite.
         """
+        self._put(name, value)
+
+    def _put(self, name: str, value: object) -> None:
+        """Store a fact as `put` does, also under a name that a subclass keeps for the ledger itself."""
         self._facts[name] = fact_text(value)
 
     def get(self, name: str, kind: type[Value]) -> Value | None:
@@ -294,7 +298,7 @@ class Ledger:
         and checks (`change.key` is set here), and as an event, for readers of the run."""
         self._flights.changed()
         self._changes.append(msgspec.structs.replace(change, key=self._next_key))
-        Ledger.put(self, BOUNDS, self._changes)  # a subclass may keep callers from this name
+        self._put(BOUNDS, self._changes)
         told = f"{change.name} {change.before} -> {change.after} after step {change.step}: {change.reason}"
         self.event("bound", told)
 

@@ -52,7 +52,7 @@ _TEMPLATE_END = re.compile(
 _MIXED = re.compile(r"(?<![0-9.,/])([0-9]{1,9}) and ((?:an?|one|two|three|four|five) [a-z]{4,12})(?![a-z-])")
 _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _CALCULATED = re.compile(r"<<[^<>\n]{1,80}>>")  # a calculator's notes, as in GSM8K
-_EMPTY_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}|(?<![\w})\]$])~~(?!\s|\\(?:text|q?quad))[^~\n]{1,60}~~")
+_NO_ANSWER = re.compile(r"\\(?:boxed|fbox)\s*\{\s*\}|(?<![\w})\]$])~~(?!\s|\\(?:text|q?quad))[^~\n]{1,60}~~")
 _DECORATION = re.compile(r"\\(?:textcolor|color)\s*\{[^{}]*\}|</?(?:b|i|u|em|strong|span|mark|code)>")
 _BOLD = re.compile(r"(?<![^\s(:\"'=])\*\*(?=[^\s*])([^*\n]{1,200})(?<=\S)\*\*(?=[\s.,;:!?)\"']|$)")  # not a power
 _SLANTED = re.compile(
@@ -181,7 +181,7 @@ def without_frame(completion: str, prompt: str = "") -> str:
     text = unrounded(unbounded(text, prompt))
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
-    text = _BOLD.sub(r"\1", _DECORATION.sub("", _EMPTY_BOX.sub("", text)))
+    text = _BOLD.sub(r"\1", _DECORATION.sub("", _NO_ANSWER.sub("", text)))
     text = _SLANTED.sub(lambda found: found[1] or found[2], text)
     end = _TEMPLATE_END.search(text.lstrip())
     return text.lstrip()[: end.start()] if end is not None and end.start() > 0 else text
