@@ -56,15 +56,16 @@ GENERATION: tuple[Name, ...] = ("onednn", "columns", "packed", "panels", "widene
 COPIED: tuple[Name, ...] = ("packed", "panels", "widened")
 
 FILE = "kernels.json"
-_TOKENS = (1, 16, 64, 256)
+_TOKENS = (1, 16, 64, 256)  # of a step of generation
+_TRAINED = (256, 1024, 4096)  # of a micro-batch
 _MOST_MULTIPLICATIONS = 1 << 26  # larger products are not measured; the largest one measured stands for them
 _FEWEST_MULTIPLICATIONS = 3 << 18  # shapes whose product for 256 tokens has fewer multiplications are not measured
 _COLD_BYTES = 4 << 20  # a step reads each weight from beyond the core's own cache
 _ROUNDS = 2
 #: Least gain of a kernel that is chosen; a copy of the weight costs memory and time.
 _GAINS = {"onednn": 1.05, "columns": 1.03, "packed": 1.15, "panels": 1.03, "widened": 1.15}
-#: Parts of a choice's name that earlier versions did not write.
-_NEWER = re.compile(r" \(family \d+, model \d+\)| in pairs")
+#: Parts of a choice's name that earlier versions did not write, the newest first.
+_NEWER = (re.compile(" in training"), re.compile(r" \(family \d+, model \d+\)| in pairs"))
 _CPU = torch.device("cpu")
 
 
@@ -179,11 +180,12 @@ def choose(
     `cache`, else from a measurement, and is written to both files (`record` None: to `cache` alone). `machine`:
     processor and cores, which choices are kept by. A file that cannot be written is not used, with a warning. Shapes
     too small to matter are left out."""
-    offered = [kernel for kernel in kernels if fits(kernel, dtype)]
+    offered, tokens = [kernel for kernel in kernels if fits(kernel, dtype)], _tokens(kernels)
     place = f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
+    worth = [shape for shape in shapes if tokens[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
     kind = f"{dtype} in pairs" if PAIRED in KINDS and dtype is torch.bfloat16 else dtype
-    names = {shape: f"{place}: {kind}, {shape[0]} x {shape[1]}, {' '.join(offered)}" for shape in worth}
+    use = f"{' '.join(offered)}{' in training' if tokens is _TRAINED else ''}"
+    names = {shape: f"{place}: {kind}, {shape[0]} x {shape[1]}, {use}" for shape in worth}
     if not names and record is None:
         return {}
     files = [*([record] if record is not None else []), cache]
@@ -192,15 +194,26 @@ def choose(
         cached, recorded = (read_choices(file, KernelChoice) for file in (files[-1], files[0]))
         recorded = recorded if record is not None else {}
         chosen = {
-            shape: recorded.get(name)
-            or recorded.get(_NEWER.sub("", name))
+            shape: next((recorded[one] for one in _names(name) if one in recorded), None)
             or cached.get(name)
-            or measure(shape, dtype, offered)
+            or measure(shape, dtype, offered, tokens)
             for shape, name in names.items()
         }
         for file in written:
             _add(file, {names[shape]: choice for shape, choice in chosen.items()})
     return chosen
+
+
+def _tokens(kernels: Sequence[Name]) -> tuple[int, ...]:
+    """Numbers of tokens for which kernels are measured: those of the products that they are meant for."""
+    return _TRAINED if tuple(kernels) == TRAINING else _TOKENS
+
+
+def _names(name: str) -> Iterator[str]:
+    """The name of a choice, as this version writes it and as earlier ones wrote it."""
+    yield name
+    for newer in _NEWER:
+        yield (name := newer.sub("", name))
 
 
 def fits(kernel: str, dtype: torch.dtype) -> bool:
@@ -216,20 +229,22 @@ def fits(kernel: str, dtype: torch.dtype) -> bool:
 
 
 @torch.inference_mode()
-def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> KernelChoice:
-    """Time the kernels for 1 to 256 tokens, which takes milliseconds; returns the fastest kernel, or ``linear`` if none
-    gains enough. `shape`: [N, K] of the weight."""
+def measure(
+    shape: Shape, dtype: torch.dtype, kernels: Sequence[Name], tokens: Sequence[int] = _TOKENS
+) -> KernelChoice:
+    """Time the kernels for these numbers of tokens, which takes milliseconds; returns the fastest kernel, or ``linear``
+    if none gains enough. `shape`: [N, K] of the weight."""
     copies = max(1, min(8, _COLD_BYTES // (math.prod(shape) * dtype.itemsize)))
     plain = [torch.randn(shape).to(dtype) for _ in range(copies)]
     weights = {kernel: [prepare(kernel, weight) for weight in plain] for kernel in ("linear", *kernels)}
-    counts = [count for count in _TOKENS if count == 1 or count * math.prod(shape) <= _MOST_MULTIPLICATIONS]
+    counts = [count for count in tokens if count == tokens[0] or count * math.prod(shape) <= _MOST_MULTIPLICATIONS]
     seconds = [_seconds(torch.randn(count, shape[1]).to(dtype), weights, shape[0]) for count in counts]
-    seconds += [seconds[-1]] * (len(_TOKENS) - len(counts))
+    seconds += [seconds[-1]] * (len(tokens) - len(counts))
 
     def gain(kernel: Name, fewest: int) -> float:
-        times = zip(_TOKENS, seconds, strict=True)
+        times = zip(tokens, seconds, strict=True)
         logs = (math.log(one["linear"] / one[kernel]) for count, one in times if kernel == "columns" or count >= fewest)
-        return math.exp(sum(logs) / len(_TOKENS))
+        return math.exp(sum(logs) / len(tokens))
 
     offers = [KernelChoice(kernel, fewest, round(gain(kernel, fewest), 3)) for kernel in kernels for fewest in counts]
     best = max(offers, key=lambda offer: (offer.gain / _GAINS[offer.kernel], -offer.fewest))
