@@ -13,7 +13,7 @@ import torch
 
 from stretto.model.kernels import choose
 from stretto_kernels.steps import matmul
-from stretto_kernels.steps.matmul import FILE, GENERATION, KernelChoice, Name, Shape, measure
+from stretto_kernels.steps.matmul import FILE, GENERATION, TRAINING, KernelChoice, Name, Shape, measure
 
 SHAPES: list[Shape] = [(64, 96), (96, 64)]
 
@@ -84,15 +84,16 @@ def test_a_choice_that_an_earlier_version_recorded_is_never_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record, ours, theirs = tmp_path / "run.json", KernelChoice("panels", 1, 1.5), KernelChoice("packed", 16, 1.2)
-    measured(monkeypatch, ours)
-    choose(SHAPES, torch.bfloat16, GENERATION, record)
-    earlier = re.sub(r" \(family.*?\)| in pairs", "", record.read_text())
-    record.write_text(earlier)
-    monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "of another run"))
-    seen = measured(monkeypatch, theirs)
-    choose(SHAPES, torch.bfloat16, GENERATION)  # the cache says otherwise
-    assert choose(SHAPES, torch.bfloat16, GENERATION, record) == dict.fromkeys(SHAPES, ours)
-    assert seen == SHAPES
+    for dtype, kernels in ((torch.bfloat16, GENERATION), (torch.float32, TRAINING)):
+        measured(monkeypatch, ours)
+        choose(SHAPES, dtype, kernels, record)
+        for part in (" in training", r" \(family.*?\)| in pairs"):
+            record.write_text(re.sub(part, "", record.read_text()))
+            monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / f"of another run, {dtype}{part[:3]}"))
+            seen = measured(monkeypatch, theirs)
+            choose(SHAPES, dtype, kernels)  # the cache says otherwise
+            assert choose(SHAPES, dtype, kernels, record) == dict.fromkeys(SHAPES, ours)
+            assert seen == SHAPES
 
 
 def test_a_second_run_takes_what_the_first_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +130,7 @@ def test_a_measurement_offers_what_it_was_given_or_the_default(dtype: torch.dtyp
     choice = measure((64, 96), dtype, offered)
     assert choice.kernel in ("linear", *offered)
     assert choice.fewest in (1, 16, 64, 256)
+    assert measure((64, 96), dtype, TRAINING).fewest in (1, 256, 1024, 4096)  # 1: torch's own
 
 
 def test_weights_too_small_to_matter_are_not_measured_but_on_record(

@@ -105,6 +105,8 @@ class Trainer:
         self._spans: list[Span] = []
         self._publication = Publication(dict)  # of the last version that was copied
         self._text: tuple[Sequence[int], PackedTokens] | None = None  # of the last canary; a run has one text
+        shape = model.config.get_text_config()
+        self._depth, self._routed = int(shape.num_hidden_layers), routes(shape.to_dict())
         self._frozen = dict[str, TensorDigest]()  # of base weights under adapters, from the first publication on
         self.agreement: tuple[Agreement, ...] = ()  #: agreement of engines and trainer in the last step
 
@@ -210,10 +212,8 @@ class Trainer:
         if self._text is None or self._text[0] != text:
             self._text = text, pack_tokens([text], device=self.learner.model.device)
         logprobs = self.learner.logprobs(self._text[1], sampling=UNCHANGED).logprobs
-        config = self.learner.model.config.get_text_config()
-        depth: int = config.num_hidden_layers
-        found, routed = tuple(logprobs.tolist()), routes(config.to_dict())
-        return Canary(self.version, tuple(text), found, depth, self._config.dtype, routed=routed)
+        found = tuple(logprobs.tolist())
+        return Canary(self.version, tuple(text), found, self._depth, self._config.dtype, routed=self._routed)
 
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's full parameters by name, one at a time, gathered from the ranks and with adapters merged

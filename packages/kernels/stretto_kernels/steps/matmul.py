@@ -180,11 +180,11 @@ def choose(
     `cache`, else from a measurement, and is written to both files (`record` None: to `cache` alone). `machine`:
     processor and cores, which choices are kept by. A file that cannot be written is not used, with a warning. Shapes
     too small to matter are left out."""
-    offered, tokens = [kernel for kernel in kernels if fits(kernel, dtype)], _tokens(kernels)
+    offered = [kernel for kernel in kernels if fits(kernel, dtype)]
     place = f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}"
-    worth = [shape for shape in shapes if tokens[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
+    worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
     kind = f"{dtype} in pairs" if PAIRED in KINDS and dtype is torch.bfloat16 else dtype
-    use = f"{' '.join(offered)}{' in training' if tokens is _TRAINED else ''}"
+    use = f"{' '.join(offered)}{' in training' if _tokens(offered) is _TRAINED else ''}"
     names = {shape: f"{place}: {kind}, {shape[0]} x {shape[1]}, {use}" for shape in worth}
     if not names and record is None:
         return {}
@@ -196,7 +196,7 @@ def choose(
         chosen = {
             shape: next((recorded[one] for one in _names(name) if one in recorded), None)
             or cached.get(name)
-            or measure(shape, dtype, offered, tokens)
+            or measure(shape, dtype, offered)
             for shape, name in names.items()
         }
         for file in written:
@@ -229,11 +229,10 @@ def fits(kernel: str, dtype: torch.dtype) -> bool:
 
 
 @torch.inference_mode()
-def measure(
-    shape: Shape, dtype: torch.dtype, kernels: Sequence[Name], tokens: Sequence[int] = _TOKENS
-) -> KernelChoice:
-    """Time the kernels for these numbers of tokens, which takes milliseconds; returns the fastest kernel, or ``linear``
+def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> KernelChoice:
+    """Time the kernels for a few numbers of tokens, which takes milliseconds; returns the fastest kernel, or ``linear``
     if none gains enough. `shape`: [N, K] of the weight."""
+    tokens = _tokens(kernels)
     copies = max(1, min(8, _COLD_BYTES // (math.prod(shape) * dtype.itemsize)))
     plain = [torch.randn(shape).to(dtype) for _ in range(copies)]
     weights = {kernel: [prepare(kernel, weight) for weight in plain] for kernel in ("linear", *kernels)}

@@ -160,15 +160,19 @@ def _newest_writer(own: Sequence[Segment]) -> str:
 
 
 def _joined(parts: Sequence[Any], kind: Any) -> npt.NDArray[Any]:
-    return np.concatenate([as_column(part, kind) for part in parts])
+    columns = [as_column(part, kind) for part in parts]
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
 def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
     """Convert numbers to an array of dtype `kind`; an array of this dtype is returned itself. Floating-point numbers
     beyond its range become infinite, as in a tensor. Integers must be within its range: those of an array would wrap.
     Raises OverflowError if a Python integer is beyond the range."""
-    if isinstance(values, np.ndarray) and values.dtype == kind:
-        return values
+    if isinstance(values, np.ndarray):
+        if values.dtype == kind:
+            return values
+    elif not len(values):
+        return np.empty(0, kind)
     with np.errstate(over="ignore"):
         return np.asarray(values, kind)
 

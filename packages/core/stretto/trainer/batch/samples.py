@@ -74,7 +74,9 @@ class Sample:
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
-            object.__setattr__(self, name, as_column(getattr(self, name), kind))
+            given = getattr(self, name)
+            if (column := as_column(given, kind)) is not given:
+                object.__setattr__(self, name, column)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
@@ -178,17 +180,18 @@ def _scored(
     if (newest := path.versions.max()) > version:
         known = f"version {newest}, but version {version} is being trained"
         raise BoundViolated(f"trajectory {path.id} has tokens of {known}")
-    weight = config.reference.weight if config.reference is not None else 0.0
     fresh = path.versions >= oldest
     trained = range(len(fresh)) if fresh.all() else np.flatnonzero(fresh)
+    return ScoredPath(path=path, trained=trained, values=values.get(path.id, ()), kl=_weighted(kl, path.id, config))
+
+
+def _weighted(kl: TokenScores, path: str, config: AlgorithmConfig) -> Column:
+    """The weighted KL at each own token of the path with this id; empty if it is not part of the reward."""
+    if path not in kl or config.reference is None:
+        return ()
     with np.errstate(over="ignore"):  # an engine may log any number
-        divergence = weight * np.asarray(kl.get(path.id, ()), np.float64)
-    return ScoredPath(
-        path=path,
-        trained=trained,
-        values=values.get(path.id, ()),
-        kl=divergence.clip(-LARGEST_REWARD, LARGEST_REWARD),
-    )
+        divergence = config.reference.weight * np.asarray(kl[path], np.float64)
+    return divergence.clip(-LARGEST_REWARD, LARGEST_REWARD)
 
 
 def _sample(scored: ScoredPath, advantages: Doubles, version: int, targets: Mapping[str, Doubles]) -> Sample:
