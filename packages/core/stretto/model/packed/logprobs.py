@@ -196,21 +196,22 @@ def pack_tokens(
         rows, places = [*rows, np.zeros(filler, np.int64)], [*places, np.zeros(0, np.int64)]
         prefixes.append((len(prefixes), 0))
     packing = pack([len(row) for row in rows], device, prefixes)
-    starts = packing.starts.tolist()
-    at, before = list[Ints](), list[Ints]()
-    for s, (row, inside, (source, prefix)) in enumerate(zip(rows, places, prefixes, strict=True)):
-        end = len(row) + (targets is not None)
-        if len(inside) and not max(1, prefix) <= inside.min() <= inside.max() < end:
-            found = f"wanted positions {inside.tolist()} of a sequence of {len(row)}"
-            raise ValueError(f"{found}: after the first, inside it")
-        own = inside + (starts[s] - prefix)
-        at.append(own)
-        before.append((own if not prefix else np.where(inside > prefix, own, starts[source] + inside)) - 1)
+    # Each of these has a number for each wanted position: of its sequence, or its source.
+    counts, inside = [len(one) for one in places], np.concatenate(places)
+    starts = np.asarray(packing.starts.tolist())
+    (sources, shared), ends = np.asarray(prefixes, np.int64).T, np.asarray(packing.lengths) + (targets is not None)
+    prefix, end = shared.repeat(counts), ends.repeat(counts)
+    if (outside := np.flatnonzero((inside < np.maximum(prefix, 1)) | (inside >= end))).size:
+        s = int(np.searchsorted(np.cumsum(counts), outside[0], side="right"))
+        found = f"wanted positions {places[s].tolist()} of a sequence of {len(rows[s])}"
+        raise ValueError(f"{found}: after the first, inside it")
+    at = inside + (starts - shared).repeat(counts)
+    before = np.where(inside > prefix, at, starts[sources].repeat(counts) + inside) - 1
     return PackedTokens(
         input_ids=_tensor([row[prefix:] for row, (_, prefix) in zip(rows, prefixes, strict=True)], device)[None],
         packing=packing,
-        wanted=_tensor(at, device),
-        before=_tensor(before, device),
+        wanted=torch.from_numpy(at).to(device),
+        before=torch.from_numpy(before).to(device),
         targets=None if targets is None else _tensor([np.asarray(one, np.int64) for one in targets], device),
     )
 

@@ -14,14 +14,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 
 import numpy as np
 
 from stretto.core.forest import paths
-from stretto.core.records import Group, Trajectory
-from stretto.trainer.batch.paths import PathTokens, root_of, turns_before, turns_of
+from stretto.core.records import Group, Record, Trajectory
+from stretto.trainer.batch.paths import PathTokens, joined, root_of, turns_before, turns_of
 from stretto.trainer.objective.advantages import shaped
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.estimators import RewardedCompletion
@@ -29,8 +28,7 @@ from stretto.trainer.objective.returns import Column, Doubles, Whole
 from stretto.trainer.objective.token_estimators import advantages_of
 
 
-@dataclass(frozen=True)
-class ScoredPath:
+class ScoredPath(Record, frozen=True):
     """A path with critic values and KL of its S own sampled tokens (tokens that belong to no earlier path)."""
 
     path: PathTokens
@@ -39,8 +37,7 @@ class ScoredPath:
     kl: Column = ()  # [S] weighted; empty if the KL is not part of the reward
 
 
-@dataclass(frozen=True)
-class ScoredTrajectory:
+class ScoredTrajectory(Record, frozen=True):
     """A trajectory with its scored paths; it has no paths if no token was sampled."""
 
     trajectory: Trajectory
@@ -85,7 +82,7 @@ def advantages_by_path(
         ends = accumulate((count for _, count in parts), initial=0)
         for (id, _), (start, end) in zip(parts, pairwise(ends), strict=True):
             found[id].append(one_by_one[start:end])
-    return {id: np.concatenate([np.asarray(part, np.float64) for part in parts]) for id, parts in found.items()}
+    return {id: joined(parts, np.float64) for id, parts in found.items()}
 
 
 def rewarded(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, path: ScoredPath) -> RewardedCompletion:

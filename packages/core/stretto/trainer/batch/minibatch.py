@@ -82,6 +82,8 @@ def balanced(lengths: Sequence[int], count: int) -> list[list[int]]:
     >>> balanced([8, 7, 6, 5, 4], 2)   # 8 + 6 and 7 + 5 + 4: more equal than `minibatches`
     [[0, 2], [1, 3, 4]]
     """
+    if count == 1:
+        return [list(range(len(lengths)))]
     empty: list[tuple[int, list[int]]] = [(0, [])] * (count - 1)
     divisions = [(-length, index, [*empty, (length, [index])]) for index, length in enumerate(lengths)]
     heapq.heapify(divisions)  # heap key: minus the difference, then the index as tie-break

@@ -9,7 +9,6 @@ Axes: T token, S own sampled token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ import numpy.typing as npt
 
 from stretto.core.errors import BoundViolated
 from stretto.core.forest import Path, paths
-from stretto.core.records import Prompt, Segment, StopReason, Trajectory
+from stretto.core.records import Prompt, Record, Segment, StopReason, Trajectory
 from stretto.trainer.messages import Evidence
 
 #: Arrays of a path, in 32 bits as the tensors made from them.
@@ -25,8 +24,7 @@ Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True)
-class PathTurn:
+class PathTurn(Record, frozen=True):
     """A sampled segment: its number of tokens and its reward. If the trajectory has no rewards per turn, the last turn
     of each path has the trajectory's reward and the others have 0."""
 
@@ -34,8 +32,7 @@ class PathTurn:
     reward: float
 
 
-@dataclass(frozen=True)
-class PathTokens:
+class PathTokens(Record, frozen=True):
     """One path of a trajectory as a token sequence.
 
     Example: prompt (5, 12), completion (4, 4, 2)::
@@ -96,11 +93,11 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str, evidenc
     parts = [prompt.token_ids[:start], *(_ids(trajectory.segments[place]) for place in path.segments)]
     return PathTokens(
         id=id,
-        token_ids=_joined(parts, np.int32),
+        token_ids=joined(parts, np.int32),
         prompt_tokens=start,
-        places=_joined(spans, np.int32),
-        behavior_logprobs=_joined([_logprobs(segment) for segment in own], np.float32),
-        versions=_joined([_versions(segment) for segment in own], np.int32),
+        places=joined(spans, np.int32),
+        behavior_logprobs=joined([_logprobs(segment) for segment in own], np.float32),
+        versions=joined([_versions(segment) for segment in own], np.int32),
         turns=turns_of(trajectory, own),
         turns_before=turns_before(trajectory, path),
         stop_reason=own[-1].stop_reason,
@@ -159,7 +156,9 @@ def _newest_writer(own: Sequence[Segment]) -> str:
     return names.pop() if len(names) == 1 else ""
 
 
-def _joined(parts: Sequence[Any], kind: Any) -> npt.NDArray[Any]:
+def joined(parts: Sequence[Any], kind: Any) -> npt.NDArray[Any]:
+    """Convert columns of numbers to one array of dtype `kind` (`as_column`), which is the column itself if it is the
+    only one and has the dtype."""
     columns = [as_column(part, kind) for part in parts]
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 

@@ -31,19 +31,20 @@ from stretto.trainer.objective.token_estimators import targets
 TokenScores = Mapping[str, Column]
 NO_SCORES: TokenScores = MappingProxyType({})
 
+_INT, _FLOAT, _DOUBLE = np.dtype(np.int32), np.dtype(np.float32), np.dtype(np.float64)
 #: Dtypes of the arrays of a sample. Values and returns are summed before they become tensors, hence float64.
 _KINDS = {
-    "token_ids": np.int32,
-    "loss_positions": np.int32,
-    "behavior_logprobs": np.float32,
-    "staleness": np.int32,
-    "mixed": np.int32,
-    "advantages": np.float64,
-    "values": np.float64,
-    "returns": np.float64,
-    "weights": np.float32,
-    "scored": np.int32,
-    "targets": np.int32,
+    "token_ids": _INT,
+    "loss_positions": _INT,
+    "behavior_logprobs": _FLOAT,
+    "staleness": _INT,
+    "mixed": _INT,
+    "advantages": _DOUBLE,
+    "values": _DOUBLE,
+    "returns": _DOUBLE,
+    "weights": _FLOAT,
+    "scored": _INT,
+    "targets": _INT,
 }
 
 
@@ -75,8 +76,8 @@ class Sample:
     def __post_init__(self) -> None:
         for name, kind in _KINDS.items():
             given = getattr(self, name)
-            if (column := as_column(given, kind)) is not given:
-                object.__setattr__(self, name, column)
+            if not isinstance(given, np.ndarray) or given.dtype != kind:
+                object.__setattr__(self, name, as_column(given, kind))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
@@ -165,7 +166,7 @@ def _kl(paths: Sequence[PathTokens], config: AlgorithmConfig, reference_logprobs
         return NO_SCORES
     return {
         path.id: estimator(
-            torch.from_numpy(path.behavior_logprobs),
+            torch.tensor(path.behavior_logprobs),
             torch.from_numpy(as_column(reference_logprobs[path.id], np.float32)),
         ).numpy()
         for path in paths
