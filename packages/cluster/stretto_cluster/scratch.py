@@ -104,15 +104,21 @@ def in_turn(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
             while not _taken(descriptor):
                 waiting()
                 time.sleep(_LOOK_SECONDS)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(path.stat(), os.fstat(descriptor)):
-                    try:
-                        yield
-                    finally:
-                        path.unlink(missing_ok=True)
-                    return
+            if _is_at(path, descriptor):
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
         finally:
             os.close(descriptor)  # if the loop goes on: another process had the lock and has unlinked the file
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _taken(descriptor: int) -> bool:

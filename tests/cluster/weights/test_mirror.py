@@ -289,6 +289,14 @@ async def test_a_pull_that_is_cancelled_leaves_nothing_and_the_next_one_works(so
     assert_loads(away, 7, 7.0)
 
 
+async def test_a_mailbox_that_somebody_has_removed_is_told_with_its_path(source: str, away: Path) -> None:
+    """As one that cleans up temporary folders."""
+    ours = mirror(source, away)
+    away.rmdir()
+    with pytest.raises(FileNotFoundError, match=str(away)):
+        await ours.pull(7)
+
+
 async def test_a_full_disk_is_told_with_its_path_and_leaves_nothing(source: str, away: Path) -> None:
     ours = mirror(source, away)
     await ours.pull(6)
