@@ -8,6 +8,8 @@
 - An engine that disagrees twice is replaced. Where its replacement does the same, the run ends with its name; a guest
   leaves instead, and the run goes on.
 - An engine that does not prove a version is replaced at the last evaluation too.
+- A machine that pulls a version while the trainer publishes many proves it; one that is too old is refused, and nobody
+  waits for its canary.
 """
 
 import asyncio
@@ -20,7 +22,7 @@ import msgspec
 import pytest
 
 from stretto.core.canary import Agreement, Ask, Canary, Challenge, Loaded, Proof, Scores
-from stretto.core.errors import UnprovenWeights
+from stretto.core.errors import UnprovenWeights, WireError
 from stretto.engine.config import EngineConfig
 from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
@@ -40,7 +42,7 @@ class Prover(SimulatedClient):
     """An engine whose weights are `off` nats away from the published ones and whose sampled tokens are told `lies` nats
     too low."""
 
-    off = lies = 0.0
+    off = lies = pulls = 0.0  # the last: seconds in which its machine pulls a version
 
     def __init__(self, name: str, machine: Machine) -> None:
         super().__init__(name, machine, lambda name, request, version: None)
@@ -50,6 +52,7 @@ class Prover(SimulatedClient):
         raise AssertionError("nobody asks for scores here")
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
+        await asyncio.sleep(self.pulls)
         challenge = await ask(version) if ask is not None else None
         loaded = await super().update(version)
         return msgspec.structs.replace(loaded, scores=None if challenge is None else self._scores(challenge))
@@ -264,6 +267,28 @@ def test_a_guest_that_disagrees_leaves_and_the_run_goes_on(wrong: str) -> None:
         assert "0.01 nats" in run.said[-1]
 
     play(run, work)
+
+
+def test_a_version_that_a_machine_has_pulled_for_seven_steps_is_proven() -> None:
+    run = Run(guest=True)
+
+    async def work() -> None:
+        await run.pool.until_up(60)
+        run.client.pulls = 75.0
+        await run.steps(7)
+        run.client.pulls = 0.0
+        await run.steps(1)
+        assert run.handle.version == run.version
+
+    play(run, work)
+
+
+def test_a_version_whose_canary_is_gone_is_refused_at_once() -> None:
+    run = Run()
+    for version in range(40):
+        run.publish(version)
+    with pytest.raises(WireError, match=f"{NAME}: version 1 is too old to be proven"):
+        asyncio.run(asyncio.wait_for(run.proving.load(run.handle.spec, run.client, 1), 5.0))
 
 
 @pytest.mark.parametrize("persists", [False, True])

@@ -41,10 +41,10 @@ from stretto.core.canary import (
 )
 from stretto.core.deadlines import deadline
 from stretto.core.engine import Engine
-from stretto.core.errors import UnprovenWeights
+from stretto.core.errors import UnprovenWeights, WireError
 from stretto.engine.wire import EngineSpec
 
-_KEPT = 4  # canaries: engines load the newest version, or the one before
+_KEPT = 32  # canaries: while a machine pulls a version, the trainer may publish as many as the staleness bound allows
 _LOOK_SECONDS = 0.02
 _CANARY_SECONDS = 600.0  # timeout; a trainer that died after publishing trains the step again first
 _MARGIN = 6.0
@@ -112,7 +112,7 @@ class Proving:
         self._expected, self._say = True, say
 
     def published(self, canary: Canary | None) -> None:
-        """Keep the canary of a version that the trainer has published (None: do nothing); the newest four are kept."""
+        """Keep the canary of a version that the trainer has published (None: do nothing); the newest 32 are kept."""
         if canary is not None:
             self._text, self._trained_in, self._routed = canary.token_ids, canary.dtype, canary.routed
             self._canaries[canary.version] = canary
@@ -180,7 +180,8 @@ class Proving:
         Raises:
             UnprovenWeights: both checks failed.
             EngineLost: the engine does not reply.
-            WireError: the version is not published, or not of this model; the engine keeps its version.
+            WireError: the version is not published, or not of this model, or so old that its canary is not kept; the
+                engine keeps its version.
             DeadlineExceeded: the engine made no progress with the load, or the trainer's canary did not come in 600 s.
         """
         if not self._expected:
@@ -215,6 +216,8 @@ class Proving:
     async def _canary_of(self, version: int, engine: str) -> Canary:
         async with deadline("conductor", f"the canary of version {version} for {engine}", _CANARY_SECONDS):
             while version not in self._canaries:
+                if version < min(self._canaries, default=0):
+                    raise WireError(f"{engine}: version {version} is too old to be proven; its canary is not kept")
                 await asyncio.sleep(_LOOK_SECONDS)
         return self._canaries[version]
 
