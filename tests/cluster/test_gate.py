@@ -250,6 +250,15 @@ async def test_the_late_end_of_an_earlier_role_is_not_taken_for_that_of_the_pres
         assert await process.ended() == "ended with exit code 3"
 
 
+async def test_the_late_end_of_a_role_is_not_taken_for_that_of_another_in_its_place(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (_, machine, wire):
+        _, first = await started(machine, wire)
+        process, second = await started(machine, wire)
+        wire.send(RoleEnded(place=0, turn=first.turn, how="was killed by SIGKILL", killed=True))
+        wire.send(RoleEnded(place=0, turn=second.turn, how="ended with exit code 3", killed=False))
+        assert await process.ended() == "ended with exit code 3"
+
+
 async def test_a_role_that_cannot_be_started_is_named_and_one_whose_machine_goes_is_lost_with_it(
     tmp_path: Path,
 ) -> None:

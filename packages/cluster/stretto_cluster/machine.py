@@ -169,7 +169,8 @@ class JoinedMachine:
     def role(self, place: int, name: str, module: str, environment: Mapping[str, str]) -> RemoteProcess:
         """Create the handle of a role's process (the Python `module`, with further variables in its `environment`) in a
         place of the machine, and the local file of its log, if there is none. Nothing is started."""
-        process = RemoteProcess(self, place, name, module, self._folder / f"{name}.txt", environment)
+        turn = self._roles[place].turn if place in self._roles else 0  # late words of an earlier role are known by it
+        process = RemoteProcess(self, place, name, module, self._folder / f"{name}.txt", environment, turn)
         self._roles[place] = process
         self._logs[name] = process.log
         process.log.touch()
@@ -187,16 +188,22 @@ class JoinedMachine:
 
 class RemoteProcess:
     """A role's process on another machine, with the interface of `processes.role.RoleProcess`. `log`: the local copy of
-    its log."""
+    its log. `turn`: number of starts in its place so far, those of earlier roles included."""
 
     def __init__(
-        self, machine: JoinedMachine, place: int, name: str, module: str, log: Path, environment: Mapping[str, str]
+        self,
+        machine: JoinedMachine,
+        place: int,
+        name: str,
+        module: str,
+        log: Path,
+        environment: Mapping[str, str],
+        turn: int,
     ) -> None:
-        self.name, self.log = name, log
+        self.name, self.log, self.turn = name, log, turn
         self._machine, self._place, self._module, self._environment = machine, place, module, dict(environment)
         self._started: asyncio.Future[None] | None = None
         self._end: asyncio.Future[RoleEnded] | None = None
-        self._turn = 0
 
     @property
     def clock_offset(self) -> float:
@@ -226,10 +233,10 @@ class RemoteProcess:
         loop = asyncio.get_running_loop()
         started, self._end = loop.create_future(), loop.create_future()
         self._started = started
-        self._turn += 1
+        self.turn += 1
         order = StartRole(
             place=self._place,
-            turn=self._turn,
+            turn=self.turn,
             name=self.name,
             module=self._module,
             spec=msgspec.json.encode(spec),
@@ -244,12 +251,12 @@ class RemoteProcess:
 
     def note_started(self, turn: int) -> None:
         """Note that the agent has reported the start with number `turn`; ignored if a later start was ordered."""
-        if turn == self._turn and self._started is not None and not self._started.done():
+        if turn == self.turn and self._started is not None and not self._started.done():
             self._started.set_result(None)
 
     def note_ended(self, end: RoleEnded) -> None:
         """Note that the agent has reported the `end` of the process; ignored for that of an earlier start."""
-        if end.turn == self._turn and self._end is not None and not self._end.done():
+        if end.turn == self.turn and self._end is not None and not self._end.done():
             self._end.set_result(end)
 
     async def ended(self) -> str:
