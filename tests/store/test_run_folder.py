@@ -5,6 +5,8 @@ something else in it is never written to; what a kill left half-written holds no
 gives the way out. A run says what its libraries and its machine are.
 """
 
+import errno
+import fcntl
 import os
 import platform
 import subprocess
@@ -169,6 +171,20 @@ def test_a_folder_that_cannot_be_filled_is_not_locked(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with pytest.raises(FileExistsError):
         RunFolder.create(tmp_path)
+    assert not lock.is_held(tmp_path)
+
+
+def test_a_file_system_without_locks_is_named_and_nobody_holds_a_run_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_run(tmp_path)
+
+    def refuse(*words: object) -> None:  # as Lustre without its option
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(RunFolderError, match="cannot be locked: Function not implemented; give a folder on"):
+        RunFolder.resume(tmp_path)
     assert not lock.is_held(tmp_path)
 
 

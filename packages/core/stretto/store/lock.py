@@ -21,7 +21,7 @@ def acquire(folder: Path) -> int:
     descriptor releases the lock. A held lock is tried again for a quarter of a second.
 
     Raises:
-        RunFolderError: another process holds the lock, or the folder cannot be written.
+        RunFolderError: another process holds the lock, the folder cannot be written, or its file system has no locks.
     """
     try:
         lock = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -29,11 +29,15 @@ def acquire(folder: Path) -> int:
         raise _unwritable(folder, error) from error
     try:
         _take(lock)
-    except OSError as error:
+    except BlockingIOError as error:
         owner = os.read(lock, 200).decode(errors="replace").strip() or "another process"
         os.close(lock)
         found = f"is in use by {owner}"
         raise RunFolderError([Problem(str(folder), found, "wait for it, or choose another folder")]) from error
+    except OSError as error:
+        os.close(lock)
+        found, remedy = f"cannot be locked: {error.strerror}", "give a folder on a file system that has locks"
+        raise RunFolderError([Problem(str(folder), found, remedy)]) from error
     try:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
@@ -49,8 +53,8 @@ def _unwritable(folder: Path, error: OSError) -> RunFolderError:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process holds the lock of the folder now; False if there is no lock file, True if it cannot be
-    opened."""
+    """Whether a process holds the lock of the folder now; False if there is no lock file, or its file system has no
+    locks, True if it cannot be opened."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # any folder may be asked about: the file may be a pipe
     try:
         lock = os.open(folder / NAME, flags)
@@ -60,8 +64,10 @@ def is_held(folder: Path) -> bool:
         return True
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return False
     else:
         return False
     finally:
