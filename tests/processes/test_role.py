@@ -27,6 +27,7 @@ from tests.processes.stubborn_role import StubbornSpec
         (-9, "was killed by SIGKILL (out of memory?)"),
         (-11, "was killed by SIGSEGV"),
         (-15, "was killed by SIGTERM"),
+        (-40, "was killed by signal 40"),
     ],
 )
 def test_how_a_process_ended_is_a_sentence(code: int, sentence: str) -> None:

@@ -107,7 +107,10 @@ def describe_exit(code: int) -> str:
     SIGKILL (out of memory?)"``."""
     if code >= 0:
         return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal, which has no name
+        name = f"signal {-code}"
     return f"was killed by {name}" + (GUESS if name == "SIGKILL" else "")
 
 
