@@ -178,6 +178,19 @@ def test_a_socket_folder_that_cannot_be_locked_is_gone(monkeypatch: pytest.Monke
     shutil.rmtree(short)
 
 
+def test_a_socket_has_room_though_letters_of_the_temporary_folder_take_two_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as short:
+        (there := Path(short, "ж" * 45)).mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(there))
+        sockets, held = locked_socket_folder()
+        os.close(held)
+        with socket.socket(socket.AF_UNIX) as own:
+            own.bind(str(sockets / "engine-1000.sock"))
+        shutil.rmtree(sockets)
+
+
 def test_the_level_of_the_sandbox_is_recorded_with_the_run_and_nothing_where_there_is_none(tmp_path: Path) -> None:
     facts, written = {"sandbox": "sandbox level A (warm): 33 attacks stopped"}, tmp_path / "run" / "rewards.json"
     with RunFolder.create(tmp_path / "run") as folder:

@@ -19,6 +19,7 @@ accepts MessagePack.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from stretto.core.frames import Count
 from stretto.core.records import Record
 
 ENGINE_ROLE, EXTERNAL_ENGINE_ROLE = "stretto.engine.role", "stretto_servers.role"
-_LONGEST_SOCKET_FOLDER = 70
+_LONGEST_SOCKET_FOLDER = 70  # bytes
 
 #: Environment variable with the key that clients of an engine must send; unset if no key is needed.
 ENGINE_KEY = "STRETTO_ENGINE_KEY"
@@ -77,7 +78,8 @@ def socket_folder() -> Path:
     """Create a temporary folder for Unix sockets and return its path, which is short: a socket's path has at most 107
     bytes. The caller removes the folder."""
     root = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if len(root) < _LONGEST_SOCKET_FOLDER else "/tmp"))
+    short = len(os.fsencode(root)) < _LONGEST_SOCKET_FOLDER
+    return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if short else "/tmp"))
 
 
 #: The media type of all bodies.
