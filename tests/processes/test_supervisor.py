@@ -4,6 +4,7 @@ more is left where it ended.
 """
 
 import asyncio
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -54,6 +55,12 @@ def test_a_role_is_started_as_often_as_its_budget_allows(failures: int, allowed:
         with pytest.raises(RoleDied, match=rf"role ended at start {allowed + 1}, {allowed + 1} times; .*log.txt"):
             asyncio.run(replaced)
         assert len(role.told) == allowed
+
+
+def test_a_role_that_dies_for_days_is_still_started_again() -> None:
+    budget = RestartBudget(math.inf, delay=1.0, factor=2.0, longest=60.0)  # of a tool that follows a run
+    assert not any(budget.exceeded_by_one_more() for _ in range(2_000))
+    assert budget.pause == 60.0
 
 
 async def test_progress_begins_the_pauses_and_the_count_anew() -> None:

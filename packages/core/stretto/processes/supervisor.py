@@ -19,6 +19,8 @@ from stretto.core.errors import RoleDied
 
 RESTART_DELAY_SECONDS = 0.5  #: time for the system to free memory, or room for a process
 
+_MOST_FACTORS = 64  # of a pause; without a bound a float overflows after a thousand deaths in a row
+
 T = TypeVar("T")
 
 
@@ -68,7 +70,7 @@ class RestartBudget:
     @property
     def pause(self) -> float:
         """Seconds to wait before the next start, after the deaths counted so far."""
-        further = self._in_a_row - 2
+        further = min(self._in_a_row - 2, _MOST_FACTORS)
         return min(self._longest, self._delay * self._factor**further) if further >= 0 else 0.0
 
     def __len__(self) -> int:
