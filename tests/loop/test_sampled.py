@@ -138,6 +138,13 @@ def test_a_reward_that_keeps_up_is_not_named() -> None:
         assert (slow.found, told) == ("", [])
 
 
+def test_the_busiest_engine_is_that_of_the_moment_and_not_that_of_the_whole_run() -> None:
+    slow = SlowReward("judge", workers=1)
+    for at in range(30):  # engine-0 has worked for long, and has left
+        slow.poll(float(at), {"rewards": 1.0 * at, "engine-0": 500.0, "engine-1": 1.0 * at})
+    assert slow.found == ""
+
+
 def test_work_that_is_told_late_counts_where_it_was_done() -> None:
     slow = SlowReward("judge", workers=1)
     for at in range(40):  # one answer takes eight seconds, and its worker tells so at its end

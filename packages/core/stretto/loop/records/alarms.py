@@ -132,8 +132,8 @@ class SlowReward:
         self.name, self.workers = name, workers
         self.found = ""  #: the reward's name while it is the bottleneck, else ""
         self._told = False
-        # (time, busy seconds of the rewards, of the busiest engine)
-        self._seen: deque[tuple[float, float, float]] = deque()
+        # (time, busy seconds of the rewards, of each engine)
+        self._seen: deque[tuple[float, float, Mapping[str, float]]] = deque()
 
     def poll(self, now: float, seconds: Mapping[str, float]) -> str | None:
         """Compare the busy shares of the last 10 seconds, and set `found`. To be called every second; the first 10
@@ -146,14 +146,15 @@ class SlowReward:
         Returns:
             A log line, the first time the reward is too slow; else None.
         """
-        engines = [worked for role, worked in seconds.items() if role.startswith("engine")]
-        self._seen.append((now, seconds.get("rewards", 0.0), max(engines, default=0.0)))
+        engines = {role: worked for role, worked in seconds.items() if role.startswith("engine")}
+        self._seen.append((now, seconds.get("rewards", 0.0), engines))
         while len(self._seen) > 2 and now - self._seen[1][0] >= WINDOW:
             self._seen.popleft()
-        (since, judged_then, generated_then), (_, judged, generated) = self._seen[0], self._seen[-1]
+        (since, judged_then, then), (_, judged, _) = self._seen[0], self._seen[-1]
         if now - since < WINDOW:
             return None
-        judging, generating = (judged - judged_then) / (now - since), (generated - generated_then) / (now - since)
+        busiest = max((worked - then.get(role, 0.0) for role, worked in engines.items()), default=0.0)
+        judging, generating = (judged - judged_then) / (now - since), busiest / (now - since)
         self.found = self.name if judging >= _SATURATED and generating < _SATURATED * judging else ""
         if not self.found or self._told:
             return None
