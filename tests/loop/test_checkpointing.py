@@ -230,6 +230,13 @@ async def test_a_policy_that_is_missing_is_written_when_the_run_goes_on(desk: De
     assert trainer.saved == ["v000004"]
 
 
+async def test_the_newest_policy_stays_though_its_number_has_a_digit_more(desk: Desk) -> None:
+    checkpointing = checkpointing_of(desk, ToyTrainer(), 1_000_000)
+    for version in (999_998, 1_000_000):
+        await checkpointing.save_policy(version)
+    assert sorted(path.name for path in desk.folder.policies.iterdir()) == ["v000000", "v1000000"]
+
+
 async def test_an_evaluation_under_way_is_put_away(desk: Desk) -> None:
     cut_off: list[bool] = []
 

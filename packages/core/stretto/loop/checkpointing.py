@@ -78,7 +78,7 @@ class Checkpointing:
             raise StoreError(f"{self._folder.policies}: no longer exists")
         await self._trainer.save_policy(self._folder.policy(version))
         if self._config.keep_versions != "all":
-            saved = sorted(path for path in self._folder.policies.glob("v*") if path != self._folder.policy(0))
+            saved = [path for number, path in self._folder.saved_policies() if number]
             for path in saved[: -self._config.keep_versions]:
                 shutil.rmtree(path)
 

@@ -189,6 +189,11 @@ class RunFolder:
         """Path of the Hugging Face folder of the policy `version`: ``policy/v000012`` for version 12."""
         return self.policies / f"v{version:06d}"
 
+    def saved_policies(self) -> list[tuple[int, Path]]:
+        """List the policy folders as (version, path), oldest first; by number, since names have six digits or more."""
+        named = [(path.name.removeprefix("v"), path) for path in self.policies.glob("v*")]
+        return sorted((int(number), path) for number, path in named if number.isdecimal())
+
 
 def why_no_folder(path: Path) -> str:
     """Say why a path that should be a folder is none, such as "does not exist"; "" if it is a folder."""

@@ -259,8 +259,8 @@ def _drop_what_came_later(context: RunContext) -> None:
     """Remove from the run folder what is of later steps than the ledger has: policies, metric lines and held-out
     samples. Checkpoints after `start.saved_step` are set aside; ``samples.jsonl`` stays as it is."""
     folder, start = context.folder, context.start
-    for path in folder.policies.glob("v*"):
-        if path > folder.policy(start.version):
+    for number, path in folder.saved_policies():
+        if number > start.version:
             shutil.rmtree(path)
     Checkpoints(folder.checkpoints, context.plan.recipe.store.keep_checkpoints).set_aside_after(start.saved_step)
     rewind_metrics(folder.metrics, context.ledger.last_update())
