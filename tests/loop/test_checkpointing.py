@@ -88,6 +88,15 @@ def test_a_role_is_busy_between_nothing_and_all_of_the_time(desk: Desk) -> None:
     assert step.busy == {"trainer": 1.0, "engine-0": 0.0}
 
 
+def test_an_engine_that_has_left_is_none_that_is_idle(desk: Desk) -> None:
+    desk.recorder.rl_begins()
+    desk.work = Work(busy={"engine-0": 100.0, "engine-1": 100.0}, left={"engine-1"})
+    desk.recorder.polled()
+    desk.one_step()
+    (step,), _ = read_metrics(desk.folder.metrics)
+    assert step.busy == {"engine-0": 1.0}
+
+
 class ToyTrainer:
     """Writes empty policies and checkpoints."""
 

@@ -107,6 +107,7 @@ class Roles:
             unfinished=round(self.engines.counted(lambda health: health.unfinished)),
             busy=busy,
             generated_by=self.engines.generated(),
+            left=self.engines.left,
         )
 
     def resident(self) -> dict[str, int]:

@@ -238,7 +238,7 @@ def _recorder(context: RunContext, roles: Roles, earlier: Totals, since: float, 
         sample_seconds=recipe.store.sample_seconds,
         selection=selection,
         resident=roles.resident,
-        canary=roles.engines.proving.shares,
+        canary=roles.engines.shares,
     )
 
 

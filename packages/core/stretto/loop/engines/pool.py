@@ -426,6 +426,15 @@ class EnginePool:
         told = [health.needed for health in counters if health is not None]
         return Pressure(max(told), round(self._preempted - before), len(told)) if told else None
 
+    @property
+    def left(self) -> frozenset[str]:
+        """Names of the engines that have left and not come back."""
+        return frozenset(self._left.keys() - self._engines.keys())
+
+    def shares(self) -> dict[str, float]:
+        """`Proving.shares` of the engines in the pool."""
+        return {name: share for name, share in self.proving.shares().items() if name in self._engines}
+
     def busy(self) -> dict[str, float]:
         """Busy seconds by engine, including its earlier processes and engines that have left, as of the last poll."""
         return {engine.name: engine.counters.total(lambda health: health.busy_seconds) for engine in self._all}

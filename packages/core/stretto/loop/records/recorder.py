@@ -83,7 +83,7 @@ class Recorder:
             selection: measures selection bias; None: not measured.
             resident: returns the resident memory of each role in bytes, by name; called every 5 seconds.
             canary: returns the distance of each engine from the trainer, as a share of its tolerance, by name
-                (`Proving.shares`).
+                (`EnginePool.shares`).
         """
         self._canary = canary
         self.clock = clock
@@ -235,7 +235,8 @@ class Recorder:
     def polled(self) -> None:
         """Take the busy share of each role since the last poll, and every 5 seconds its memory, for the next line of
         metrics; warn of a slow reward; flush the ledger. To be called after each poll of the roles."""
-        now, busy = time.monotonic(), self._work().busy
+        now, work = time.monotonic(), self._work()
+        busy = {role: seconds for role, seconds in work.busy.items() if role not in work.left}
         elapsed = now - self._polled
         self._busy = {
             # Work is counted a little after it is done, so a share may come out above 1.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -58,6 +58,7 @@ class Work:
     unfinished: int = 0  # sampled for completions of open requests
     busy: Mapping[str, float] = field(default_factory=dict)  # role: seconds of work
     generated_by: Mapping[str, int] = field(default_factory=dict)  # engine: its part of `generated`
+    left: Collection[str] = ()  # engines of these that have left
 
 
 class RunClock:
