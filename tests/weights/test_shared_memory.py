@@ -81,6 +81,16 @@ def test_what_a_dead_run_has_left_is_removed_and_what_a_living_one_has_stays(
     remove("nobody.knows", tmp_path)
 
 
+def test_a_pipe_of_somebody_in_the_place_of_a_lock_holds_no_run_up(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "stretto-theirs-vowned")
+    child = FORKED.Process(target=remove_abandoned, args=(tmp_path,))
+    child.start()
+    child.join(10)
+    ended = child.exitcode
+    child.kill()
+    assert ended == 0
+
+
 def test_tensors_are_gathered_one_at_a_time(
     publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber
 ) -> None:

@@ -60,9 +60,14 @@ def remove_abandoned(folder: Path) -> None:
     """Unlink the files of killed runs in `folder`: of those that have a lock file (`own`) which nobody holds. Files of
     other users stay."""
     for path in folder.glob(f"stretto-*-v{_OWNED}"):
-        with contextlib.suppress(OSError), path.open("rb") as held:
+        with contextlib.suppress(OSError), open(path, "rb", opener=_at_once) as held:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
             unlink(folder.glob(f"{path.name.removesuffix(_OWNED)}*"))
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open a path that is perhaps another user's pipe, which would have no end, or link."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
 def remove(run: str, folder: Path) -> int:
