@@ -108,11 +108,11 @@ class Shelf:
     run = "shelf"
 
     def __init__(self, about, cursor):
-        self.taken = Path(about.folder, "taken")
+        self.taken, self.left = Path(about.folder, "taken"), Path(about.folder, "left")
 
     def send(self, points, first):
-        if not self.taken.exists():
-            self.taken.touch()
+        if points[-1].step == AT and not self.left.exists():
+            self.left.touch()
             LEAVE
         with self.taken.open("a") as file:
             print(*(point.step for point in points), file=file)
@@ -127,7 +127,7 @@ async def test_a_tool_whose_code_ends_its_process_is_started_again_and_gets_ever
 ) -> None:
     monkeypatch.setattr(supervision, "_FIRST_PAUSE", 0.1)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "shelves.py").write_text(OWN.replace("LEAVE", leave))
+    (tmp_path / "shelves.py").write_text(OWN.replace("LEAVE", leave).replace("AT", "1"))
     said: list[str] = []
 
     async with followed(
@@ -138,6 +138,18 @@ async def test_a_tool_whose_code_ends_its_process_is_started_again_and_gets_ever
         run.metrics.append(step(2))
     assert [sentence.partition(":")[0] for sentence in said] == ["shelves"]
     assert "receives nothing" in said[0]
+    assert (run.folder.path / "taken").read_text().split() == ["1", "2"]
+
+
+async def test_a_tool_whose_code_ends_its_process_after_the_run_gets_every_line_too(
+    run: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "shelves.py").write_text(OWN.replace("LEAVE", "os._exit(0)").replace("AT", "2"))
+    async with followed(OutletsConfig(to=("shelves:Shelf",)), run.folder, print, lambda: False, path=str(tmp_path)):
+        run.metrics.append(step(1))
+        await until((run.folder.path / "taken").exists)
+        run.metrics.append(step(2))
     assert (run.folder.path / "taken").read_text().split() == ["1", "2"]
 
 

@@ -26,6 +26,7 @@ from stretto_report.outlets.points import flat_recipe, stem
 from stretto_report.outlets.tools.prometheus_page import PrometheusPage
 
 MODULE = "stretto_report.outlets.role"
+ALL_SENT = 86  #: exit code of a process that has sent everything; the tool's code may end it with 0
 
 _WITHOUT_PROJECTS = frozenset({"tensorboard", PROMETHEUS})
 _POLL_SECONDS = 1.0
@@ -54,17 +55,17 @@ class FollowerSpec(Record, frozen=True):
 
 def main(arguments: list[str]) -> int:
     """Follow the run of the spec until it has ended, and send the rest, at the lowest CPU priority. Return the exit
-    code: 0, or 1 if the tool's code has called `sys.exit`; errors are raised. `arguments`: one, a `FollowerSpec` as
-    JSON. The process ends with its conductor."""
+    code: `ALL_SENT`, or 1 if the tool's code has called `sys.exit`; errors are raised. `arguments`: one, a
+    `FollowerSpec` as JSON. The process ends with its conductor."""
     spec = msgspec.json.decode(arguments[0], type=FollowerSpec)
     end_with_conductor()
     os.nice(_LOWEST)
     try:
         follow(spec, own_heartbeat())
-    except SystemExit as leaving:  # by the tool's code; code 0 would tell the supervisor that everything was sent
+    except SystemExit as leaving:  # by the tool's code
         print(f"the code of {spec.tool} called exit({leaving.code!r})", file=sys.stderr)
         return 1
-    return 0
+    return ALL_SENT
 
 
 def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:

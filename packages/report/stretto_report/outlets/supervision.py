@@ -25,7 +25,7 @@ from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.store.run_folder import RunFolder
 from stretto_report.outlets.follower import Cursor
 from stretto_report.outlets.points import stem
-from stretto_report.outlets.role import MODULE, FollowerSpec
+from stretto_report.outlets.role import ALL_SENT, MODULE, FollowerSpec
 
 HUNG_SECONDS = 120.0  #: seconds without a reply after which a tool counts as hung
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before another process tries again
@@ -153,9 +153,8 @@ class ToolFollower:
             os.close(far)
 
     async def _how_it_ended(self, restarts: RestartBudget) -> str:
-        """Wait until the process ends. Return how it ended, or "" if it ended with exit code 0, having sent everything.
-        If it has sent something since the last start, `restarts` is refilled. A line that it could not read is reported
-        once."""
+        """Wait until the process ends. Return how it ended, or "" if it has sent everything. If it has sent something
+        since the last start, `restarts` is refilled. A line that it could not read is reported once."""
         how = await self._process.ended()
         self._close()
         if (has := self._has()) != self._before:
@@ -164,7 +163,7 @@ class ToolFollower:
         if (found := _fault(has)) not in ("", self._fault):
             self._say(f"{self.tool} lacks a line of the run: {found}")
             self._fault = found
-        whole = how.endswith("exit code 0") and self._ending.is_set()  # before the end only the tool's code exits
+        whole = how.endswith(f"exit code {ALL_SENT}")
         self._how = "" if whole else f"{_last_words(self._log)} ({how})"
         return self._how
 
