@@ -3,8 +3,11 @@ was saved; a folder appears whole or not at all; no saved file names our attenti
 
 import errno
 import json
+import multiprocessing
+import os
 import shutil
 import struct
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -322,6 +325,25 @@ def test_a_folder_that_cannot_take_its_place_leaves_the_old_one_there(tmp_path: 
         partial.rmdir()
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
     assert (tmp_path / "policy" / "config.json").read_text() == "old"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux exchanges two names in one step")
+def test_a_folder_that_is_replaced_is_there_at_every_moment(tmp_path: Path) -> None:
+    """So a kill finds it there too."""
+
+    def replace_often() -> None:
+        for _ in range(300):
+            with whole_folder(tmp_path / "policy"):
+                pass
+
+    (tmp_path / "policy").mkdir()
+    child = multiprocessing.get_context("fork").Process(target=replace_often)
+    child.start()
+    missing = 0
+    while child.is_alive():
+        missing += sum(not os.path.exists(tmp_path / "policy") for _ in range(1_000))
+    assert (child.exitcode, missing) == (0, 0)
+    assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
 def test_two_policies_keep_their_own_attention(folder: Path) -> None:

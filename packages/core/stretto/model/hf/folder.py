@@ -5,6 +5,7 @@ writing, layer by layer, so that no process holds all weights.
 from __future__ import annotations
 
 import copy
+import ctypes
 import errno
 import json
 import os
@@ -52,6 +53,7 @@ __all__ = [
 ]
 
 _FILE_BYTES = 1 << 30
+_HERE, _EXCHANGE = -100, 2  # of renameat2, in linux/fcntl.h and linux/fs.h
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
@@ -266,6 +268,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
     try:
         with naming(path):
             yield partial
+        if _exchanged(partial, path):  # in one step: whoever looks, and a kill, finds the older folder or the new one
+            return
         if path.exists():
             path.rename(replaced)
         try:
@@ -277,6 +281,12 @@ def whole_folder(path: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Let two paths exchange their names; False if one is missing, or the system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and not rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
 
 
 @contextmanager
