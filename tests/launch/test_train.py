@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError, RunFolderError, StoreError
+from stretto.launch.assemble import supervised
 from stretto.launch.assemble.run import StartState, policies_to_go
 from stretto.launch.assemble.supervised import copy_policy
 from stretto.launch.recipe.recipe import load_recipe
@@ -464,3 +465,14 @@ def test_a_resumed_run_says_that_its_last_policy_goes_once_newer_ones_are_saved(
     assert list(policies_to_go(at_step_2.plan, at_step_2.folder, 2)) == [told]
     keeps = go_on(recipe, run_dir, "trainer.keep_versions=all")
     assert list(policies_to_go(keeps.plan, keeps.folder, 2)) == []
+
+
+def test_the_first_policy_is_on_disk_before_its_digests_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that has lost its power, no checkpoint is of use without it."""
+    synced, by_then = list[Path](), list[str]()
+    monkeypatch.setattr(supervised, "sync", synced.append)
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "model.safetensors").touch()
+    copy_policy(tmp_path / "policy", tmp_path / "v000000", lambda part: by_then.extend(path.name for path in synced))
+    assert by_then == ["model.safetensors", ".v000000.part"]
+    assert synced[2:] == [tmp_path]

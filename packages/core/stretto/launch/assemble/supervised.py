@@ -22,6 +22,7 @@ from stretto.launch.preflight.plan import Plan
 from stretto.processes.channel import ConductorEnd, Failed
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawner
+from stretto.store.files import sync
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.messages import (
     FROM_SUPERVISED,
@@ -217,10 +218,14 @@ async def fine_tune_to(
 
 
 def copy_policy(source: Path, target: Path, copied: Callable[[Path], None] = lambda part: None) -> None:
-    """Copy a policy folder to `target`, which must not exist, completely or not at all. `copied`: called with the
-    folder of the finished copy, before it is renamed to `target`; if it raises, there is no `target`."""
+    """Copy a policy folder to `target`, which must not exist, completely or not at all, and sync it to disk. `copied`:
+    called with the folder of the finished copy, before it is renamed to `target`; if it raises, there is no
+    `target`."""
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)
+    for path in (*part.rglob("*"), part):  # no checkpoint is of use without it
+        sync(path)
     copied(part)
     part.rename(target)
+    sync(target.parent)
