@@ -1,6 +1,7 @@
 """Promises: `--join FOLDER` takes address, token and certificates from the run's join.json, and what is given by hand
 comes first; `stretto scale` waits for as long as the run says that it may take; a machine for which the run has no file
-descriptors, or without the GPU that its roles need, is told so; an engine that was drained holds no version in memory.
+descriptors, or without the GPU that its roles need, is told so; an engine that was drained holds no version in memory;
+a server of weights that has served since its last end may end as often as the window says.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import msgspec
@@ -19,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import DeadlineExceeded, RecipeError
+from stretto.core.events import Span
 from stretto.core.machine import Gpu, Need, place
 from stretto.launch.assemble.specs import Endpoints
 from stretto.launch.preflight.descriptors import no_room_for
@@ -34,6 +37,7 @@ from stretto_app.extensions.machines import Cluster
 from stretto_app.extensions.machines import _why_not as why_not
 from stretto_cluster.address import JOIN, JoinFile
 from stretto_cluster.agent import Offer
+from stretto_cluster.machine import JoinedMachine
 from tests.cluster.hosting import FIRST, introduction
 from tests.launch.running import TINY
 from tests.processes.greeting import admit_from_thread
@@ -219,3 +223,22 @@ async def test_an_engine_that_is_added_takes_the_seat_of_one_that_left_and_no_gp
         with pytest.raises(RecipeError, match=r"engines: 3, and the GPUs .* among 2 .*; at most 2, or engine.count"):
             await cluster.scale(3)
     assert gpus == [("1",)]
+
+
+async def test_the_ends_of_a_server_of_weights_count_in_a_row_only_while_nobody_has_pulled_between(
+    tmp_path: Path,
+) -> None:
+    class _Plan:
+        recipe = recipe("deadlines.engine_restarts=1", "deadlines.restart_window=0.000001")
+
+    with RunFolder.create(tmp_path / "run") as folder:
+        pool, endpoints = cast(EnginePool, TwoEngines()), Endpoints("run", tmp_path, tmp_path)
+        known = JoinFile(run="run", token="t" * 64)
+        cluster = Cluster(cast(Plan, _Plan()), folder, endpoints, pool, print, FRESH, known, FIRST)
+        for _ in range(9):
+            assert not cluster._restarts.exceeded_by_one_more()
+            pulled = SimpleNamespace(spans=[Span("node-7-1", "pull", start=0.0, end=1.0, version=1)])
+            cluster.gate.machines = {"node-7-1": cast(JoinedMachine, pulled)}
+            cluster.drain_spans()
+        cluster.drain_spans()
+        assert [cluster._restarts.exceeded_by_one_more() for _ in range(2)] == [False, True]

@@ -79,10 +79,13 @@ class Cluster(Machines):
     _newer: tuple[int, str] | None = None  # epoch and address of the conductor that this one gives way to
     _hosts: dict[str, JoinedMachine] = field(default_factory=dict)  # machine of each guest engine, by the engine's name
     _seat_numbers: dict[int, int] = field(default_factory=dict)  # seats of engines that `stretto scale` has started
+    _restarts: RestartBudget = field(init=False)  # of the server of weights
 
     def __post_init__(self) -> None:
+        deadlines = self.plan.recipe.deadlines
+        self._restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
         self._next = len(self.engines.names)
-        self.ranks = RemoteRanks(self.plan.recipe.deadlines.start / 2, self.plan.recipe.trainer.together)
+        self.ranks = RemoteRanks(deadlines.start / 2, self.plan.recipe.trainer.together)
         self._context = client_context(self.plan.recipe.cluster.tls or "")
         doors = Doors(
             terms=self._terms,
@@ -147,6 +150,8 @@ class Cluster(Machines):
         for machine in self.gate.machines.values():
             spans += machine.spans
             machine.spans = []
+        if spans:  # the server of weights has served
+            self._restarts.progressed()
         return spans
 
     async def close(self, why: str, again: bool) -> None:
@@ -244,11 +249,10 @@ class Cluster(Machines):
         self._tasks.add("weights", self._keep_serving(spec, reserved))
 
     async def _keep_serving(self, spec: WeightsServerSpec, reserved: socket.socket) -> None:
-        deadlines = self.plan.recipe.deadlines
-        process = RoleProcess("weights", _WEIGHTS_ROLE, self.folder.role_log("weights"), deadlines.hung, self.spawner)
-        restarts = RestartBudget(deadlines.engine_restarts, deadlines.restart_window)
+        log, hung = self.folder.role_log("weights"), self.plan.recipe.deadlines.hung
+        process = RoleProcess("weights", _WEIGHTS_ROLE, log, hung, self.spawner)
         supervisor = Supervisor(
-            "the server of weights", lambda: process.start(spec, 1), restarts, self.report, str(process.log)
+            "the server of weights", lambda: process.start(spec, 1), self._restarts, self.report, str(log)
         )
         with reserved:  # keeps the port reserved over restarts
             try:
