@@ -263,6 +263,13 @@ def test_two_writers_of_one_folder(folder: Path, tmp_path: Path) -> None:
             stretto.Scheduler([(2, 3)], ledger=ledger, seed=2)
 
 
+def test_a_ledger_in_the_folder_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").touch()
+    with pytest.raises(stretto.RunFolderError, match="holds a run, whose ledger is its own; give another folder"):
+        stretto.Ledger(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
+
+
 def test_what_was_saved_is_what_the_folder_gives_back(folder: Path, tmp_path: Path) -> None:
     older, newer = stretto.Trainer(folder), stretto.Trainer(folder)
     told = [stretto.Datum.of((2, 3, 4), (5, 1))]

@@ -178,13 +178,16 @@ class FolderLedger(_AnyThread):
         ``[store]``.
 
         Raises:
-            RunFolderError: another process has it open, or the folder cannot be created.
+            RunFolderError: another process has it open, or the folder holds a run or cannot be created.
             StoreError: the file in the folder is no ledger, or is damaged.
             RecipeError: a setting is invalid.
         """
         check("Ledger", folder=(folder, FOLDER))
         self.folder = Path(folder).expanduser()
         config = checked(settings, "Ledger", StoreConfig)
+        if (self.folder / "recipe.toml").exists():
+            found, remedy = "holds a run, whose ledger is its own", "give another folder; stretto.open_run reads a run"
+            raise RunFolderError([Problem(str(folder), found, remedy)])
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -196,15 +199,10 @@ class FolderLedger(_AnyThread):
         self._calls: _CallRecords | None = None  # once a call is made
         try:
             super().__init__(self._file_of_all, config)
-            self._end(Ending("running"))
+            self._put(ENDING, Ending("running"))
         except BaseException:
             self._release()
             raise
-
-    def _end(self, ending: Ending) -> None:
-        """Record how the loop ended, for readers of the folder. A run folder (with recipe.toml) has its own record."""
-        if not (self.folder / "recipe.toml").exists():
-            Ledger.put(self, ENDING, ending)
 
     def batches(self, after: int) -> Sequence[Batch]:
         """Read the recorded batches of all steps after step `after`. The oldest is first; empty if there are none.
@@ -270,7 +268,7 @@ class FolderLedger(_AnyThread):
         with self.lock:
             try:
                 if not self.closed:
-                    self._end(ending)
+                    self._put(ENDING, ending)
                     super().close()
             finally:
                 self.closed = True
