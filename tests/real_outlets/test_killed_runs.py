@@ -22,7 +22,7 @@ from stretto.store import lock
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, read_metrics
 from stretto_report.outlets.follower import read_cursor
-from stretto_report.outlets.role import MODULE, FollowerSpec
+from stretto_report.outlets.role import ALL_SENT, MODULE, FollowerSpec
 from tests.launch.running import TINY, default_dispositions
 from tests.outlets.recorded import RecordedRun, evaluation, sample, step
 from tests.real_outlets.test_tools import READ_BACK, SOURCES, command, follow, offline
@@ -87,7 +87,8 @@ class Training:
         os.close(ours)
         spec = FollowerSpec(tool, str(self.run.path), "project", "", (), until)
         try:
-            command(self.folder, self.tools, "-m", MODULE, msgspec.json.encode(spec).decode(), inherited=(until,))
+            words = self.tools, "-m", MODULE, msgspec.json.encode(spec).decode()
+            command(self.folder, *words, inherited=(until,), code=ALL_SENT)
         finally:
             os.close(until)
 

@@ -17,7 +17,7 @@ import pytest
 
 from stretto.store.series.metrics import rewind_metrics
 from stretto_report.outlets.follower import read_cursor
-from stretto_report.outlets.role import MODULE, FollowerSpec
+from stretto_report.outlets.role import ALL_SENT, MODULE, FollowerSpec
 from tests.outlets.recorded import RecordedRun, evaluation, sample, step
 from tests.real_outlets.wandb_server import WandbServer, wandb_server
 
@@ -40,8 +40,11 @@ def offline(folder: Path) -> dict[str, str]:
     return {**os.environ, **its_own}
 
 
-def command(folder: Path, *words: str | Path, inherited: tuple[int, ...] = (), further: Mapping[str, str] = {}) -> str:
-    """The output of a command in `folder`, where all tools keep what they have; `further` variables are its own."""
+def command(
+    folder: Path, *words: str | Path, inherited: tuple[int, ...] = (), further: Mapping[str, str] = {}, code: int = 0
+) -> str:
+    """The output of a command in `folder`, where all tools keep what they have; `further` variables are its own. It
+    ends with the exit code `code`."""
     done = subprocess.run(
         words,
         cwd=folder,
@@ -52,7 +55,7 @@ def command(folder: Path, *words: str | Path, inherited: tuple[int, ...] = (), f
         check=False,
         timeout=_PATIENCE,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode == code, done.stdout + done.stderr
     return done.stdout
 
 
@@ -62,7 +65,8 @@ def follow(tools: Path, tool: str, run: RecordedRun) -> None:
     os.close(ours)
     spec = FollowerSpec(tool, str(run.folder.path), "project", "", ("baseline",), until)
     try:
-        command(run.folder.path.parent, tools, "-m", MODULE, msgspec.json.encode(spec).decode(), inherited=(until,))
+        words = tools, "-m", MODULE, msgspec.json.encode(spec).decode()
+        command(run.folder.path.parent, *words, inherited=(until,), code=ALL_SENT)
     finally:
         os.close(until)
 
