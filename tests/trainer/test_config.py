@@ -26,7 +26,8 @@ def test_a_configuration_survives_its_json_text(config: TrainerConfig | Algorith
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"step": 3}, {"steps": 0}, {"learning_rate": 0}, {"schedule": "steps"}, {"keep_versions": "some"}]
+    "wrong",
+    [{"step": 3}, {"steps": 0}, {"learning_rate": 0}, {"schedule": "steps"}, {"keep_versions": "some"}, {"eps": 1e-30}],
 )
 def test_what_a_recipe_must_not_say_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):

@@ -67,6 +67,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing_and_is_counted() -> None:
     assert learner.bad_steps_in_a_row == 0
 
 
+def test_the_smallest_epsilon_makes_no_leap_where_the_square_of_a_gradient_is_zero() -> None:
+    """Of a token with the probability 1e-25 the output row has such a gradient; its square is 0 in float32."""
+    learner = Learner(tiny(), OptimizerConfig(eps=1e-20, weight_decay=0.0))
+    before = [p.clone() for p in learner.model.parameters()]
+    (learner.logprobs(PACKED).logprobs.sum() * 1e-25).backward()
+    assert learner.step(1e-3, training_step=0).taken
+    assert all((p - q).abs().max() < 1e-3 for p, q in zip(learner.model.parameters(), before, strict=True))
+
+
 def test_bad_steps_in_a_row_end_the_training_with_a_name() -> None:
     learner = Learner(tiny(), OptimizerConfig(max_bad_steps=2))
     (learner.logprobs(PACKED).logprobs.sum() * math.inf).backward()

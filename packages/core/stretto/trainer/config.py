@@ -25,7 +25,11 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
     )
     beta1: float = Field(0.9, ge=0, lt=1, description="Adam's beta1, decay of the first moment")
     beta2: float = Field(0.95, ge=0, lt=1, description="Adam's beta2, decay of the second moment")
-    eps: float = Field(1e-5, gt=0, description="Adam's epsilon")
+    eps: float = Field(
+        1e-5,
+        ge=1e-20,
+        description="Adam's epsilon; below 1e-20 it would vanish in float32, where squares of small gradients are 0",
+    )
     weight_decay: float = Field(0.05, ge=0, description="decoupled weight decay of matrices (none for vectors)")
     max_grad_norm: float = Field(1.0, gt=0, description="gradient clipping: largest global norm")
     micro_batch_tokens: PositiveInt = Field(
