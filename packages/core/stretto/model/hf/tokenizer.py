@@ -330,7 +330,13 @@ class Tokenizer:
 
     def unknown_in(self, text: str) -> set[str]:
         """Characters of `text` that are no tokens of the vocabulary."""
-        return set(text) - self._backend.get_vocab().keys()
+        return set(text) - self._characters
+
+    @cached_property
+    def _characters(self) -> frozenset[str]:
+        """The tokens of one character. They are kept because a vocabulary takes tenths of a second to read, and each
+        question of a data set may have an unknown character."""
+        return frozenset(token for token in self._backend.get_vocab() if len(token) == 1)
 
 
 def not_in_vocabulary(characters: Iterable[str]) -> str:
