@@ -47,6 +47,26 @@ def test_a_turn_that_nobody_waits_for_is_sampled_no_further(bench: Callable[...,
     assert trajectory.verdict.outcome is Outcome.RIGHT
 
 
+def test_a_turn_whose_sampler_takes_time_to_break_off_counts_for_no_limit(
+    bench: Callable[..., Bench], tmp_path: Path
+) -> None:
+    begun = tmp_path / "begun"
+
+    async def slow_to_leave(request: TurnRequest) -> None:
+        if request.prompt[-4:] == encode("5+6="):
+            return
+        begun.touch()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.2)
+
+    made = bench("Hurries", {"begun": str(begun)}, max_turns=1, max_tokens=2)
+    made.members, made.model.on_turn = 1, slow_to_leave
+    [trajectory] = made.run()
+    assert trajectory.verdict.outcome is Outcome.RIGHT
+
+
 def test_a_call_that_was_cancelled_before_it_was_made_is_on_record_as_that(
     bench: Callable[..., Bench], tmp_path: Path
 ) -> None:

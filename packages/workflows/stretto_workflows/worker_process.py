@@ -123,6 +123,7 @@ class _Member:
         calls: results that the worker still owes, by number of the order.
         orders: tasks that serve orders.
         serving: the same tasks, by number of the order.
+        leaving: those of them that are cancelled and have not ended.
         nodes: turns that were sent to the worker, by number of the order.
     """
 
@@ -135,6 +136,7 @@ class _Member:
         self.calls: dict[int, asyncio.Future[bytes]] = {}
         self.orders: set[asyncio.Task[None]] = set()
         self.serving: dict[int, asyncio.Task[None]] = {}
+        self.leaving: set[asyncio.Task[None]] = set()
         self.nodes: dict[int, int] = {}
 
     def give_up(self, order: int) -> None:
@@ -143,6 +145,8 @@ class _Member:
             self.exchange.take_back(node)
         elif (task := self.serving.get(order)) is not None:
             task.cancel()
+            self.leaving.add(task)
+            task.add_done_callback(self.leaving.discard)
 
     def end(self, ended: MemberEnded) -> None:
         if not self.ended.done():
@@ -367,6 +371,8 @@ class WorkflowProcess:
             return await member.exchange.call(order, lambda: self._called(member, order.order))
         with member.time.paused():
             if isinstance(order, TurnOrder):
+                if member.leaving:  # a turn that is given up counts for the limits until its sampler has ended
+                    await asyncio.wait([*member.leaving])
                 return await member.exchange.turn(order)
             return await member.exchange.score(order)
 
