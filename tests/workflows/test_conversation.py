@@ -166,6 +166,10 @@ class Unspeakable(Exception):
         raise RuntimeError
 
 
+class Panic(BaseException):
+    """As libraries in Rust raise it, such as tokenizers and polars."""
+
+
 async def test_a_tool_s_failure_is_its_result_whatever_it_raises() -> None:
     def fails(error: BaseException) -> Callable[[], None]:
         def tool() -> None:
@@ -177,6 +181,9 @@ async def test_a_tool_s_failure_is_its_result_whatever_it_raises() -> None:
     assert await chat.tool("one", {}, fails(ValueError("no"))) == "ValueError: no"
     assert await chat.tool("two", {}, fails(Unspeakable())) == "Unspeakable: (its message cannot be shown)"
     assert await chat.tool("three", {}, fails(asyncio.CancelledError())) == "CancelledError: "
+    assert await chat.tool("four", {}, fails(Panic("at 3"))) == "Panic: at 3"
+    with pytest.raises(SystemExit):
+        await chat.tool("five", {}, fails(SystemExit()))
 
 
 async def test_a_trajectory_that_ends_takes_its_tool_along() -> None:

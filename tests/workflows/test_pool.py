@@ -63,6 +63,7 @@ def test_branches_and_other_roles_are_a_forest(bench: Callable[..., Bench]) -> N
     ("kind", "settings", "reason"),
     [
         ("Raises", {}, "the workflow raised KeyError in .*users_own.py:[0-9]+: 'no such thing'"),
+        ("Quotes", {}, r"the workflow raised ValueError in .*: no tool \\ud83d"),
         ("Exits", {}, "the workflow raised SystemExit .*: 3"),
         ("Waits", {}, "the workflow took more than 0.5 s of its own"),
         ("Floods", {}, "the workflow has more than 256 requests in progress"),
@@ -95,6 +96,8 @@ def test_branches_and_other_roles_are_a_forest(bench: Callable[..., Bench]) -> N
         ("Mistakes", {"kind": "forged"}, "continues turn 7, which no engine has sampled"),
         ("Mistakes", {"kind": "long message"}, "RefusedRequest .*: generate: what is asked is too long; it has 67,10"),
         ("Returns", {"what": "long name"}, "the workflow returned too long a reward: it has 67,10"),
+        ("Returns", {"what": "half a letter"}, "the workflow returned a reward that cannot be sent: .*surrogates"),
+        ("Returns", {"what": "far turn"}, "the workflow returned a reward that cannot be sent: "),
         ("Returns", {"what": "too many"}, "a reward to turn None, which was not returned to it"),
     ],
 )
@@ -128,6 +131,17 @@ def test_a_row_that_cannot_be_sent_fails_its_trajectory_and_no_other(
 def replace_task(exchange: Exchange, fields: dict[str, Any]) -> Exchange:
     exchange.task = msgspec.structs.replace(exchange.task, fields=fields)
     return exchange
+
+
+def test_one_for_which_no_file_can_be_opened_fails_alone(bench: Callable[..., Bench]) -> None:
+    async def takes_time(request: TurnRequest) -> None:
+        await asyncio.sleep(0.5)
+
+    made = bench("Cramped", workers=1)
+    made.model.on_turn = takes_time
+    first, second = made.run()
+    assert first.verdict.outcome is Outcome.RIGHT
+    assert second.verdict.reason.endswith("Too many open files"), second.verdict.reason
 
 
 def test_one_that_hangs_fails_alone(bench: Callable[..., Bench]) -> None:

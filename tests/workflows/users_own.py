@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -44,6 +46,26 @@ class Raises(stretto.Workflow):
     async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
         await chat.generate()
         raise KeyError("no such thing")
+
+
+class Quotes(stretto.Workflow):
+    """Quotes half a letter, as a model may have written it into the arguments of a call."""
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        raise ValueError("no tool " + json.loads(r'"\ud83d"'))
+
+
+class Cramped(stretto.Workflow):
+    """Its process may open no more files than one trajectory needs."""
+
+    def __init__(self) -> None:
+        taken = set(map(int, os.listdir("/proc/self/fd")))
+        most = [number for number in range(4096) if number not in taken][4]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        await chat.generate()
+        return 1.0
 
 
 class Catches(stretto.Workflow):
@@ -132,6 +154,8 @@ class Returns(stretto.Workflow):
             "turn beyond": stretto.Reward(1.0, by_turn=[1e300]),
             "part beyond": stretto.Reward(1.0, named={"form": -1e300}),
             "too many": stretto.Reward(1.0, by_turn=[1.0, 1.0]),
+            "half a letter": stretto.Reward(1.0, named={"\ud83d": 1.0}),
+            "far turn": stretto.Reward(1.0, by_turn={1 << 64: 1.0}),
         }
         return found[self.what]  # type: ignore[return-value]  # that is what is tried
 

@@ -211,7 +211,9 @@ class Conversation:
                 found = function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
                 found = await found if inspect.isawaitable(found) else found
                 text = found if isinstance(found, str) else json.dumps(found, default=str)
-            except (Exception, asyncio.CancelledError) as error:  # the model gets a tool's failure as its result
+            except (SystemExit, KeyboardInterrupt):  # they end the trajectory
+                raise
+            except BaseException as error:  # the model gets a tool's failure as its result, a panic of Rust code too
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise  # it is not the tool's: the trajectory ends
                 text = f"{type(error).__name__}: {message_of(error)}"

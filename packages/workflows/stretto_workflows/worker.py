@@ -58,18 +58,22 @@ class MemberThread:
         """`run`: number of the trajectory on this worker. `end`: the worker's end of the channel. `over` is called with
         `run` when the trajectory has ended."""
         self._run, self._task, self._workflow, self._end, self._over = run, task, workflow, end, over
-        self._loop = asyncio.new_event_loop()
         self._work: asyncio.Task[float | Reward] | None = None
         self._given_up = False
         self._orders = Orders(run, end)
 
     def start(self) -> None:
-        """Start the thread; returns at once. If the system has no room for a thread, the trajectory fails."""
+        """Start the thread; returns at once. If the system has no room for a thread or its event loop, the trajectory
+        fails."""
         try:
-            threading.Thread(target=self._main, name=f"workflow {self._run}", daemon=True).start()
-        except RuntimeError as error:  # the limit of memory, or of threads
+            self._loop = asyncio.new_event_loop()
+            try:
+                threading.Thread(target=self._main, name=f"workflow {self._run}", daemon=True).start()
+            except RuntimeError:
+                self._loop.close()
+                raise
+        except (RuntimeError, OSError) as error:  # the limit of memory, threads or open files
             self._over(self._run)
-            self._loop.close()
             self._end.send(MemberEnded(self._run, failure=f"no thread could be started for it: {error}"))
 
     def deliver(self, message: OrderDone | OrderRefused | RunCall | GiveUp) -> None:
@@ -96,6 +100,9 @@ class MemberThread:
                 self._end.send(MemberGone(self._run) if self._given_up else ended)
             except WireError as error:
                 self._end.send(MemberEnded(self._run, failure=f"the workflow returned too long a reward: {error}"))
+            except (UnicodeEncodeError, OverflowError) as error:  # of its names, or of its turns' numbers
+                failure = f"the workflow returned a reward that cannot be sent: {error}"
+                self._end.send(MemberEnded(self._run, failure=failure))
         except ConductorGone:
             return
 
@@ -152,7 +159,8 @@ def _described(error: BaseException) -> str:
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [f" in {file}:{line}" for file, line in frames if not file.startswith("<") and not _is_ours(file)]
     kind = f"{type(error).__name__}{own[0] if own else ''}"
-    return f"{kind}: {text}" if text else kind
+    whole = f"{kind}: {text}" if text else kind
+    return whole.encode(errors="backslashreplace").decode()  # lone surrogates, which no message can hold
 
 
 def _is_ours(file: str) -> bool:
