@@ -144,6 +144,11 @@ def test_one_for_which_no_file_can_be_opened_fails_alone(bench: Callable[..., Be
     assert second.verdict.reason.endswith("Too many open files"), second.verdict.reason
 
 
+def test_a_thread_that_is_left_behind_holds_no_reward_up(bench: Callable[..., Bench]) -> None:
+    made = bench("Tires", deadline=2.0)
+    assert [one.verdict.outcome for one in made.run()] == [Outcome.RIGHT, Outcome.RIGHT]
+
+
 def test_one_that_hangs_fails_alone(bench: Callable[..., Bench]) -> None:
     made = bench("Hangs", deadline=2.0)
     made.members = 4

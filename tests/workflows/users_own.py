@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -65,6 +66,16 @@ class Cramped(stretto.Workflow):
 
     async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
         await chat.generate()
+        return 1.0
+
+
+class Tires(stretto.Workflow):
+    """Stops to wait for a thread, which goes on for some seconds."""
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        await chat.generate()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(time.sleep, 5), 0.01)
         return 1.0
 
 

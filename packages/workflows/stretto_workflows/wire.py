@@ -2,7 +2,7 @@
 
     conductor ─ Begin ─► worker ─ TurnOrder, ScoreOrder, CallOrder ─► conductor ─ OrderDone, OrderRefused ─► worker
                                   CallOrder ─► RunCall ─► CallRan ─► OrderDone
-                         worker ─ MemberEnded ─► conductor
+                         worker ─ MemberEnded, MemberGone ─► conductor
 
 An *order* is a request of a running workflow to the conductor. `run` is the number of the trajectory on its worker,
 `order` the number of an order within the trajectory.
@@ -78,8 +78,8 @@ class RunCall(Record, frozen=True, tag=True):
 
 class GiveUp(Record, frozen=True, tag=True):
     """Command to cancel the trajectory's workflow: it has failed, or its result is no longer needed. The reply is
-    `MemberGone`, or the `MemberEnded` that was under way. From the worker: the workflow no longer waits for the result
-    of `order`, a turn or a score."""
+    `MemberGone`, perhaps after the `MemberEnded` that was under way. From the worker: the workflow no longer waits for
+    the result of `order`, a turn or a score."""
 
     run: int
     order: int = 0
@@ -153,7 +153,8 @@ class MemberEnded(Record, frozen=True, tag=True):
 
 
 class MemberGone(Record, frozen=True, tag=True):
-    """Message that an abandoned trajectory has ended on the worker."""
+    """Message that nothing of a trajectory runs on the worker any more; after its `MemberEnded`, or without one if it
+    was abandoned."""
 
     run: int
 

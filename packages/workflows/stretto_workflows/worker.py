@@ -18,6 +18,7 @@ import msgspec
 
 from stretto.core.errors import WireError, WorkflowError
 from stretto.core.states import why_no_reward
+from stretto.core.tasks import cancel_and_wait
 from stretto.doors.loading import look_in
 from stretto.processes.channel import ConductorGone, RoleEnd
 from stretto.processes.heartbeat import begin_role, bound_memory
@@ -59,7 +60,7 @@ class MemberThread:
         `run` when the trajectory has ended."""
         self._run, self._task, self._workflow, self._end, self._over = run, task, workflow, end, over
         self._work: asyncio.Task[float | Reward] | None = None
-        self._given_up = False
+        self._given_up = self._told = False
         self._orders = Orders(run, end)
 
     def start(self) -> None:
@@ -74,7 +75,8 @@ class MemberThread:
                 raise
         except (RuntimeError, OSError) as error:  # the limit of memory, threads or open files
             self._over(self._run)
-            self._end.send(MemberEnded(self._run, failure=f"no thread could be started for it: {error}"))
+            self._tell(MemberEnded(self._run, failure=f"no thread could be started for it: {error}"))
+            self._end.send(MemberGone(self._run))
 
     def deliver(self, message: OrderDone | OrderRefused | RunCall | GiveUp) -> None:
         """Pass a message of the conductor to this trajectory's event loop; called from the thread that reads the
@@ -94,27 +96,39 @@ class MemberThread:
 
     def _main(self) -> None:
         try:
-            ended = self._until_ended()
-            self._over(self._run)
             try:
-                self._end.send(MemberGone(self._run) if self._given_up else ended)
-            except WireError as error:
-                self._end.send(MemberEnded(self._run, failure=f"the workflow returned too long a reward: {error}"))
-            except (UnicodeEncodeError, OverflowError) as error:  # of its names, or of its turns' numbers
-                failure = f"the workflow returned a reward that cannot be sent: {error}"
-                self._end.send(MemberEnded(self._run, failure=failure))
+                with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+                    runner.run(self._until_told())
+            except ConductorGone:
+                raise
+            # A tool may raise SystemExit, which ends the event loop of its trajectory.
+            except BaseException as error:
+                self._tell(MemberEnded(self._run, failure=f"the workflow raised {_described(error)}"[:_REASON_LIMIT]))
+            self._over(self._run)
+            self._end.send(MemberGone(self._run))
         except ConductorGone:
             return
 
-    def _until_ended(self) -> MemberEnded:
+    async def _until_told(self) -> None:
+        """Run the workflow to its end, and send its result. The event loop ends later, if the workflow has left a
+        thread behind."""
+        ended = await self._ended()
+        await cancel_and_wait([*(asyncio.all_tasks() - {asyncio.current_task()})])
+        await asyncio.get_running_loop().shutdown_asyncgens()
+        self._tell(ended)
+
+    def _tell(self, ended: MemberEnded) -> None:
+        """Send the result, once; nothing if the conductor has given the trajectory up."""
+        if self._told or self._given_up:
+            return
+        self._told = True
         try:
-            with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-                return runner.run(self._ended())
-        except ConductorGone:
-            raise
-        # A tool may raise SystemExit, which ends the event loop of its trajectory.
-        except BaseException as error:
-            return MemberEnded(self._run, failure=f"the workflow raised {_described(error)}"[:_REASON_LIMIT])
+            self._end.send(ended)
+        except WireError as error:
+            self._end.send(MemberEnded(self._run, failure=f"the workflow returned too long a reward: {error}"))
+        except (UnicodeEncodeError, OverflowError) as error:  # of its names, or of its turns' numbers
+            failure = f"the workflow returned a reward that cannot be sent: {error}"
+            self._end.send(MemberEnded(self._run, failure=failure))
 
     async def _ended(self) -> MemberEnded:
         """Run the workflow to its end. Any exception of the user's code, SystemExit included, becomes the reason of a
@@ -125,8 +139,9 @@ class MemberThread:
             self._work = asyncio.ensure_future(self._workflow.run(self._task, Conversation(self._orders, self._task)))
             return ended_with(self._run, await self._work)
         except BaseException as error:
-            if isinstance(error, ConductorGone):
-                raise
+            own = asyncio.current_task()
+            if isinstance(error, ConductorGone) or (own is not None and own.cancelling()):
+                raise  # the second: SystemExit, by which the event loop ends
             return MemberEnded(self._run, failure=f"the workflow raised {_described(error)}"[:_REASON_LIMIT])
 
 

@@ -117,7 +117,9 @@ class _Member:
 
     Attributes:
         run: its number on the worker.
-        gone: whether the worker has reported that the workflow returned or raised.
+        gone: whether the worker has reported that nothing of the trajectory runs any more.
+        told: whether the worker has reported how the workflow ended.
+        over: whether `run` has its result, so that no order is served any more.
         ended: done with the workflow's result or failure.
         broken: raises an error of the run that occurred while it served an order.
         calls: results that the worker still owes, by number of the order.
@@ -128,7 +130,8 @@ class _Member:
     """
 
     def __init__(self, run: int, exchange: Exchange, seconds: float) -> None:
-        self.run, self.exchange, self.gone = run, exchange, False
+        self.run, self.exchange = run, exchange
+        self.gone = self.told = self.over = False
         self.time = _OwnTime(seconds)
         loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[MemberEnded] = loop.create_future()
@@ -183,6 +186,7 @@ class WorkflowProcess:
         self._channel: ConductorEnd[FromWorker] = ConductorEnd(name, _FROM_WORKER, str(log), LARGEST_MESSAGE)
         self._members: dict[int, _Member] = {}
         self._given_up: dict[int, asyncio.TimerHandle] = {}
+        self._left_behind: dict[int, asyncio.TimerHandle] = {}  # of trajectories that ended and may have left threads
         self._runs = self._strays = 0
         self._ending = False
         self._reading: asyncio.Task[None] | None = None
@@ -239,7 +243,7 @@ class WorkflowProcess:
         """Kill the process and its descendants, and remove the cgroups of their sandboxes."""
         if self._reading is not None:
             await cancel_and_wait([self._reading])
-        for timer in self._given_up.values():
+        for timer in (*self._given_up.values(), *self._left_behind.values()):
             timer.cancel()
         self._channel.close()
         if self._pid is not None and self._process.running:  # descendants in sessions of their own would survive
@@ -280,14 +284,24 @@ class WorkflowProcess:
             member.fail(f"the workflow took more than {self._config.deadline:g} s of its own")
             return member.ended.result()
         finally:
-            del self._members[member.run]
+            member.over = True
             member.time.close()
-            await cancel_and_wait([*member.orders])
-            if not member.gone and not self.lost.done():
-                timer = asyncio.get_running_loop().call_later(_GONE_SECONDS, self._wear_out)
-                self._given_up[member.run] = timer
+            try:
+                await cancel_and_wait([*member.orders])
+            finally:
+                del self._members[member.run]
+                self._part_with(member)
+            if member.run in self._given_up:
                 with contextlib.suppress(WorkerLost):
                     await self._send(GiveUp(member.run))
+
+    def _part_with(self, member: _Member) -> None:
+        """Let the worker wear out, unless it soon reports that nothing of a trajectory runs any more. After a result,
+        threads that are left behind have as long as a trajectory."""
+        if member.gone or self.lost.done():
+            return
+        left, seconds = (self._left_behind, self._config.deadline) if member.told else (self._given_up, _GONE_SECONDS)
+        left[member.run] = asyncio.get_running_loop().call_later(seconds, self._wear_out)
 
     def _wear_out(self) -> None:
         if not self.worn.done():
@@ -318,14 +332,16 @@ class WorkflowProcess:
         if isinstance(message, WorkflowReady | WorkflowRefused):
             raise WireError(f"{self.name} said that it is ready a second time")
         member = self._members.get(message.run)
-        if isinstance(message, MemberGone | MemberEnded) and (timer := self._given_up.pop(message.run, None)):
-            timer.cancel()
-        elif member is None:
+        if isinstance(message, MemberGone) and self._forget(message.run):
+            return
+        if isinstance(message, MemberEnded) and message.run in self._given_up:
+            return  # it was under way when the trajectory was given up
+        if member is None or (member.over and not isinstance(message, MemberEnded)):
             self._strays += 1
             if self._strays > _MOST_STRAYS:
                 raise WireError(f"{self.name} sent too many messages for trajectories that have ended")
         elif isinstance(message, MemberEnded):
-            member.gone = True
+            member.told = True
             member.end(message)
         elif isinstance(message, CallRan):
             if (call := member.calls.pop(message.order, None)) is not None and not call.done():
@@ -334,6 +350,15 @@ class WorkflowProcess:
             member.give_up(message.order)
         elif isinstance(message, TurnOrder | ScoreOrder | CallOrder):
             self._begin(member, message)
+
+    def _forget(self, run: int) -> bool:
+        """Note that nothing of a trajectory runs any more; returns False if it is unknown."""
+        if (timer := self._given_up.pop(run, None) or self._left_behind.pop(run, None)) is not None:
+            timer.cancel()
+            return True
+        if (member := self._members.get(run)) is not None:
+            member.gone = True
+        return member is not None
 
     def _begin(self, member: _Member, order: Order) -> None:
         if len(member.orders) >= _MOST_AT_A_TIME:
