@@ -87,6 +87,17 @@ def test_one_gpu_is_shared_and_processors_need_none(plan_for: PlanFor) -> None:
     assert seats_of(plan, ()) == ()
 
 
+def test_a_server_has_a_gpu_for_each_stage_of_each_copy_of_its_model(plan_for: PlanFor) -> None:
+    base = plan_for()
+    engine = base.recipe.engine.model_copy(update={"kind": "vllm", "arguments": ("-pp", "2", "-dp", "2")})
+    plan = replace(base, recipe=base.recipe.model_copy(update={"engine": engine}))
+    weights = "weights of the engine"
+    assert engine_parts(plan)[weights] == 2 * engine_parts(base)[weights]
+    assert seats_of(plan, assumed_gpus("8x80"), ranks=False)[0].ids == ("0", "1", "2", "3")
+    with pytest.raises(RecipeError, match=r"engine.arguments: a server on 4 GPUs .* has 2; at most 2"):
+        seats_of(plan, assumed_gpus("2x80"), ranks=False)
+
+
 @pytest.mark.parametrize(
     ("settings", "there", "words"),
     [

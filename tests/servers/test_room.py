@@ -70,6 +70,30 @@ def test_the_cache_of_an_engine_is_divided_among_its_cards(kind: str, model: str
         assert int(told["--max-total-tokens"]) == 24 * GIB // (2 * 3 * 4 * 32 * 2)
 
 
+def test_copies_and_stages_of_the_model_have_cards_and_their_part_of_the_cache(model: str) -> None:
+    """Two copies, each in two stages."""
+    asked = config("sglang", arguments=("--dp-size", "2", "--pp-size", "2"))
+    told = flags(asked, model, room_beside_a_trainer(4)[0])
+    assert int(told["--max-total-tokens"]) == 12 * GIB // (2 * 3 * 2 * 32 * 2)
+    asked = config("vllm", arguments=("--pipeline_parallel_size=2", "-dp", "2"))
+    assert int(flags(asked, model, None)["--kv-cache-memory-bytes"]) == 6 * GIB
+
+
+@pytest.mark.parametrize(
+    ("words", "cards", "copies"),
+    [
+        ("", 1, 1),
+        ("--tp 2 --pp-size=2 --data-parallel-size 3", 12, 3),
+        ("-pp 2 -pp 4", 4, 1),
+        ("--tp 4 --dp 4 --enable-dp-attention", 4, 1),
+        ("--pp x --tp", 1, 1),
+    ],
+)
+def test_the_cards_of_an_engine_are_those_of_all_its_copies(words: str, cards: int, copies: int) -> None:
+    asked = config("sglang", arguments=tuple(words.split()))
+    assert (asked.gpus, asked.copies) == (cards, copies)
+
+
 @pytest.mark.parametrize("word", ["--tensor-parallel-size=4", "--tensor_parallel_size=4"])
 def test_the_cards_of_an_engine_are_counted_with_dashes_and_with_underscores(word: str) -> None:
     assert config("vllm", arguments=(word,)).gpus == 4

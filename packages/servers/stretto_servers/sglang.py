@@ -207,12 +207,12 @@ class SglangServer:
 
 
 def _tokens_of_gpus(config: EngineConfig, model: str) -> int:
-    """Number of tokens that the KV cache of one engine holds (`engine.cache_gib`, on all its GPUs together). KV heads
-    are divided among the GPUs; if there are fewer heads than GPUs, they are replicated. `model`: model folder. Raises
-    ModelFolderError as `inspect_model_folder`."""
+    """Number of tokens that the KV cache of one copy of the model holds (`engine.cache_gib` is that of all its copies,
+    on all GPUs). KV heads are divided among the tensor parallel GPUs; if there are fewer heads than GPUs, they are
+    replicated. `model`: model folder. Raises ModelFolderError as `inspect_model_folder`."""
     folder = inspect_model_folder(Path(model))
-    heads, item = max(folder.kv_heads, config.gpus), 4 if config.dtype == "float32" else 2
-    return config.cache_bytes // (2 * folder.layers * heads * folder.head_dim * item)
+    heads, item = max(folder.kv_heads, config.tensor_parallel), 4 if config.dtype == "float32" else 2
+    return config.cache_bytes // config.copies // (2 * folder.layers * heads * folder.head_dim * item)
 
 
 def _body(wanted: Continuation) -> dict[str, object]:

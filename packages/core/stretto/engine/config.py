@@ -29,6 +29,8 @@ MAKES = Door(
 )
 
 _TENSOR_WORDS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
+_PIPELINE_WORDS = ("--pipeline-parallel-size", "--pp-size", "--pp", "-pp")
+_DATA_WORDS = ("--data-parallel-size", "--dp-size", "--dp", "-dp")
 
 
 class EngineConfig(BaseModel, extra="forbid", frozen=True):
@@ -99,11 +101,30 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs of one engine: the tensor parallelism in its server's `arguments`; 1 if they have none."""
-        words = [part for word in self.arguments for part in word.split("=", 1)]
-        pairs = ((name.replace("_", "-"), word) for name, word in pairwise(words))  # as vLLM takes its names
-        sizes = [word for name, word in pairs if name in _TENSOR_WORDS and word.isdecimal()]
+        """Number of GPUs of one engine: the product of the tensor, pipeline and data parallel sizes in its server's
+        `arguments`; 1 if they have none."""
+        return self.tensor_parallel * self._size(_PIPELINE_WORDS) * self.copies
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Number of GPUs that divide each layer of the model, in the server of one engine."""
+        return self._size(_TENSOR_WORDS)
+
+    @property
+    def copies(self) -> int:
+        """Number of copies of the model in the server of one engine: its data parallel size. SGLang's data parallel
+        attention makes no copies: it divides the tensor parallel GPUs."""
+        return 1 if "--enable-dp-attention" in self._words() else self._size(_DATA_WORDS)
+
+    def _size(self, names: tuple[str, ...]) -> int:
+        """The number behind the last of `names` in `arguments`; 1 if there is none."""
+        sizes = [word for name, word in pairwise(self._words()) if name in names and word.isdecimal()]
         return max(1, int(sizes[-1])) if sizes else 1
+
+    def _words(self) -> list[str]:
+        """The words of `arguments`, each name with dashes, as vLLM takes it, and apart from its value."""
+        parted = (word.partition("=") for word in self.arguments)
+        return [part.replace("_", "-") for name, _, value in parted for part in (name, value) if part]
 
     @property
     def role(self) -> str:

@@ -66,7 +66,7 @@ def engine_parts(plan: Outline) -> dict[str, int]:
     item, native = BYTES[engine.dtype], engine.kind == "native"
     full = engine.slots * plan.longest_sequence * base.layers * 2 * base.kv_heads * base.head_dim * item
     cache = min(full, engine.cache_bytes) if native or engine.on_cpu else engine.cache_bytes
-    parts = {"weights of the engine": base.parameters * item, "cache": cache}
+    parts = {"weights of the engine": base.parameters * item * engine.copies, "cache": cache}
     return parts | {"step": engine_step(shape_of_model(base), engine)} if native else parts
 
 
@@ -105,7 +105,7 @@ def seats_of(plan: Outline, there: Sequence[Gpu], *, ranks: bool = True) -> tupl
     False: engines only.
 
     Raises:
-        RecipeError: there are fewer GPUs than ranks, or than an engine's tensor parallelism; ranks would be on GPUs
+        RecipeError: there are fewer GPUs than ranks, or than an engine's server takes; ranks would be on GPUs
             that differ in name or memory; or the roles of a GPU need more than 1.5 times its free memory.
     """
     recipe, needs = plan.recipe, needs_of(plan, ranks=ranks)
@@ -183,7 +183,7 @@ def _too_many(recipe: Recipe, there: Sequence[Gpu], ranks: bool) -> Iterator[Pro
     if ranks:
         yield from too_many_ranks(recipe.trainer, len(there))
     if recipe.local_engines and not recipe.engine.addresses and recipe.engine.gpus > len(there):
-        found = f"tensor parallelism over {recipe.engine.gpus} GPUs, and the machine has {len(there)}"
+        found = f"a server on {recipe.engine.gpus} GPUs (parallel sizes), and the machine has {len(there)}"
         yield Problem("engine.arguments", found, f"at most {len(there)}")
 
 
