@@ -261,15 +261,17 @@ async def test_a_lie_of_the_server_behind_it_arrives_as_one(tmp_path: Path) -> N
         await heard(tmp_path, msgspec.msgpack.encode(lie), generated, status=400)
 
 
-async def test_what_is_no_message_is_the_loss_of_the_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("message", [{"hello": 1}, []])
+async def test_what_is_no_message_is_the_loss_of_the_engine(tmp_path: Path, message: object) -> None:
     with pytest.raises(EngineLost, match="no stretto engine sends"):
-        await heard(tmp_path, frame({"hello": 1}), generated)
+        await heard(tmp_path, frame(message), generated)
 
 
 @pytest.mark.parametrize(
     "pieces",
     [
         {"0.9.0": {0: Segment.of((1,), (-0.1,), (5,))}},
+        {"0.9.0": {}},
         {"0.0.0": {2: Segment.of((1,), (-0.1,), (5,))}},
         {"0.0.0": {0: Segment.of((1,), (-0.1,), (NEWEST + 1,))}},
         {"0.0.0": {0: Segment.of((1, 50), (-0.1, -0.1), (5, 5))}},

@@ -152,7 +152,7 @@ class GuestEngine(HttpEngine):
         that `_check_segment` refuses."""
         found = await super().partials(known)
         for request, pieces in found.items():
-            if any(member not in range(len(known.get(request, ()))) for member in pieces):
+            if request not in known or any(member not in range(len(known[request])) for member in pieces):
                 raise WireError(f"{self.name} sent tokens of {request!r} that it was not asked for")
             asked = self._asked.get(request)  # None: it has ended meanwhile
             for member, piece in pieces.items():

@@ -7,7 +7,7 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -36,7 +36,9 @@ _IDLE_SECONDS = 60.0  # an engine's server keeps its connections for a day
 _LOOKS = 6  # a wait for a completion first asks for the engine's health after 1/6 of its limit
 _NAMED = 3  # most requests named in a message
 _LARGEST_NEWS = 16 << 20  # bytes of a reply about an engine's health, or of its spans: ten times those of `MOST_SPANS`
-_FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(Completion | list[Refusal])
+_FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(
+    Completion | Annotated[list[Refusal], msgspec.Meta(min_length=1)]
+)
 
 
 class HttpEngine:
