@@ -230,6 +230,24 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     assert (datum.token_ids, datum.advantages) == (SAMPLED.token_ids, SAMPLED.advantages)
 
 
+def test_numbers_of_numpy_go_to_engines_apart_and_onto_disk(folder: Path, tmp_path: Path) -> None:
+    numbers: Any = {"max_tokens": np.int64(3), "temperature": np.float32(1), "top_k": np.int32(9)}
+    numbers |= {"top_p": np.float64(0.9), "stop_token_ids": [np.int64(1)], "seeds": [np.int64(5)]}
+    with stretto.Engine.load(folder, apart=True, cache_gib=0.02) as engine:
+        [completion] = engine.sample([2, 3], **numbers)
+    assert 0 < len(completion.token_ids) <= 3
+    settings: Any = {"batch_size": 1, "group_size": 2, "version": np.int64(0), "seed": np.int64(7)}
+    with stretto.Ledger(tmp_path / "ledger") as ledger:
+        scheduler = stretto.Scheduler([(2, 3)], ledger=ledger, **settings)
+        ticket = scheduler.admit()
+        assert ticket is not None
+        scheduler.finish(ticket, [said(0), said(0)], [1.0, 0.0])
+        assert scheduler.take() is not None
+        scheduler.advance(np.int64(1))  # type: ignore[arg-type]
+    with stretto.Ledger(tmp_path / "ledger") as ledger:
+        assert stretto.Scheduler([(2, 3)], ledger=ledger, **settings | {"version": np.int64(1)}).version == 1
+
+
 def test_a_closed_engine_and_weights_of_others(folder: Path, tmp_path: Path) -> None:
     engine = stretto.Engine.load(folder, cache_gib=0.02)
     other = stretto.Trainer(stretto.build_model(tmp_path / "other", alphabet="01", hidden_size=32, layers=1))

@@ -37,6 +37,7 @@ from stretto_verbs.arguments import (
     check,
     checked,
     instance,
+    plain,
     prompt_of,
     prompts_of,
 )
@@ -382,8 +383,9 @@ class LocalEngine:
         setting does not exist or has the wrong type, or the tokenizer does not know a character."""
         _check_settings(settings)
         given: dict[str, Any] = {"max_tokens": MOST_TOKENS, "stop_token_ids": self.tokenizer.eos_token_ids, **settings}
+        given = {name: plain(value) for name, value in given.items()}
         stop, likeliest = given.pop("stop", ()), given.pop("top_logprobs", 0)
-        given["stop_token_ids"] = tuple(given["stop_token_ids"])
+        given["stop_token_ids"] = tuple(map(plain, given["stop_token_ids"]))
         sampling = Sampling(stop=(stop,) if isinstance(stop, str) else tuple(stop), **given)
         self._requests += 1
         name, tokens = str(self._requests), self._tokens(prompt)
@@ -462,6 +464,6 @@ def _check_settings(settings: SamplingSettings) -> None:
 def _seeds(n: int, seed: int | None, seeds: Sequence[int] | None) -> tuple[int, ...]:
     """Return one seed for each completion: `seeds`, or `n` seeds derived from `seed` (None: a random one)."""
     if seeds is not None:
-        return tuple(seeds)
+        return tuple(map(plain, seeds))
     first = secrets.randbits(63) if seed is None else seed
     return tuple(derive_seed(first, at) for at in range(n))

@@ -110,6 +110,7 @@ class GroupScheduler:
             version=(version, VERSION),
             seed=(seed, WHOLE),
         )
+        version, seed = plain(version), plain(seed)
         config = checked(settings, "Scheduler", RolloutConfig)
         _check_settings(config)
         self._mark = "" if tokenizer is None else mark_of(tokenizer)
@@ -268,6 +269,7 @@ class GroupScheduler:
             DataError: no batch was taken, it does not lead to this version, or a metric is not a number.
         """
         check("advance", version=(version, VERSION))
+        version = plain(version)
         self._check_newest()
         if not (self._again or self._out):
             raise DataError([Problem("advance", "no batch was taken", "call it once after each batch that is trained")])
