@@ -8,6 +8,7 @@ the number as the operand of something, so that the value is another one.
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from stretto_verify.math.parse.units import COMPARATIVE, NUMBER_WORD
 
@@ -22,29 +23,38 @@ _OPERATOR = (
 )
 _PARTS = r"(?:half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)"
 _RELATED = r"(?:[<>≤≥≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z]))"
-_WRONG = r"(?:wrong|incorrect|false|impossible|not (?:right|correct|possible|the answer))\b"
+FALSE: Final = r"(?:wrong|incorrect|false|invalid|impossible|extraneous|spurious)\b"
+#: What is said of an answer that is none, behind "is" or "must be".
+REFUSED: Final = (
+    rf"(?:(?:an? |the )?(?:{FALSE}|mistake)|rejected|discarded|excluded|eliminated|ruled out|unknown"
+    r"|out of the question)\b"
+)
+_WRONG = rf"(?:{REFUSED}|not (?:right|correct|possible|the answer)\b)"
 _CASES = (  # for x > 0, and -5 otherwise
     r"(?:otherwise\b|else\b|in (?:the (?:first|second|other|last)|one|some|either) cases?\b|at first\b"
     r"|except\b|up to sign\b|with (?:either|both) signs?\b"
     r"|(?:if|for|when|where|unless|with)\b[^.\n]{1,60}?(?:\b(?:otherwise|else)\b|[0-9}$] (?:if|for|when|where)\b))"
 )
+_EVEN_BEHIND_A_NOUN = (  # 5 cm plus 3, 5 apples is wrong
+    rf"(?:plus or minus|plus|minus|less) {_OPERAND}"
+    rf"|(?:{COMPARATIVE}) than \$?[0-9]"
+    rf"|(?:which )?(?:is|was) (?:{_WRONG}|too (?:small|large|big|low|high|much|many|few)\b)"
+    rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
+    rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b)"
+    rf"|{_CASES}"
+)
 _BEHIND = re.compile(
     r"[$)}*]{0,3}(?:"
-    rf"(?:,?[ \t]+|,|(?<=[}}$]))(?:"
-    rf"(?:{_OPERATOR})[ ]{_OPERAND}"
-    rf"|(?:{COMPARATIVE}) than \$?[0-9]"
-    r"|to the [0-9]"
-    rf"|to \$?[-−]?[0-9]++(?! (?:decimal|significant|d\.?p|s\.?f|places|digits|figures))"
-    rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b"
-    r"|(?:add|subtract|multiply|divide|double|halve|square)\b)"
+    rf"(?:,?[ \t]+|,|(?<=[}}$]))(?:{_EVEN_BEHIND_A_NOUN}"
+    rf"|(?:{_OPERATOR})[ ]{_OPERAND}"
+    rf"|to (?:the [0-9]|\$?[-−]?[0-9]++(?! (?:decimal|significant|d\.?p|s\.?f|places|digits|figures)))"
+    r"|(?:and )?then (?:add|subtract|multiply|divide|double|halve|square)\b"
     r"|(?:plus|minus|times|up to) (?:an?|some) (?:[a-z]+ )?(?:constant|factor|multiple|sign)\b"
-    r"|and (?:its|their|every|all|any|possibly|perhaps|maybe|some|others?|the (?:negative|opposite|other))\b"
-    rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
-    rf"|{_CASES}"
+    r"|(?:and|together with|along with) (?:its|their|every|all|any|possibly|perhaps|maybe|some|others?"
+    r"|the (?:negative|opposite|other)|so (?:on|forth))\b|etc\b|excluding [0-9$\\]|if [a-z]+ (?:were|had)\b"
     rf"|times as (?:many|much|[a-z]+) as {_OPERAND}"
-    rf"|which (?:is|was) {_WRONG}"
-    r"|is (?:an? )?(?:upper|lower) bound"
-    r"|is (?:only|just|merely) (?:an?|one|the first) (?:part|half|third|step|bound|guess|estimate)\b"
+    r"|is (?:(?:an? )?(?:upper|lower) bound"
+    r"|(?:only|just|merely) (?:an?|one|the first) (?:part|half|third|step|bound|guess)\b)"
     r"|against[.\s]*$"
     r"|of (?:the |an? )?(?:(?:remaining|other|first|last|second|original) )?(?:half|third|quarter|rest|remainder)\b"
     r")"
@@ -56,18 +66,17 @@ _BEHIND = re.compile(
     r")",
     re.IGNORECASE,
 )
-_BEHIND_NOUN = re.compile(  # 5 cm plus 3, 5 apples is wrong
-    r"[$)}*]{0,3}[ ](?:[a-zA-Z][\w/²³^]*[ ])?[a-zA-Z][\w/²³^]*,?[ ](?:"
-    rf"(?:plus or minus|plus|minus|less) {_OPERAND}"
-    rf"|(?:{COMPARATIVE}) than \$?[0-9]"
-    r"|(?:or|and) (?:more|less|fewer|above|below)\b(?![ ][a-z])"
-    rf"|(?:which )?(?:is|was) (?:{_WRONG}|too (?:small|large|big|low|high|much|many|few)\b)"
-    rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
-    rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b)"
-    rf"|{_CASES}"
-    r")",
+_BEHIND_NOUN = re.compile(
+    rf"[$)}}*]{{0,3}}[ ](?:[a-zA-Z][\w/²³^]*[ ])?[a-zA-Z][\w/²³^]*,?[ ](?:{_EVEN_BEHIND_A_NOUN}"
+    r"|(?:or|and) (?:more|less|fewer|above|below)\b(?![ ][a-z]))",
     re.IGNORECASE,
 )
+_IS_COMPARED = re.compile(  # the number of boys is 7 more than that of girls
+    r"\b(?:(?:answer|number|total|result|sum|value|amount|count)\b[^.,;:\n]{0,40}|it|which)"
+    r" (?:is|are|was|were|equals) [$*]{0,3}$",
+    re.IGNORECASE,
+)
+_THAN = re.compile(rf"[$)}}*]{{0,3}} (?:(?:[a-z]+ )?(?:{COMPARATIVE}) than|times (?:the|that|its))\b", re.IGNORECASE)
 _LONE = re.compile(  # 5 cm longer: the answer to "how much longer?" only
     rf"\$?(?:[ ](?!(?:is|are|was|were)\b)[a-zA-Z]+)?[ ](?:{COMPARATIVE.removeprefix('more|')}|too [a-z]+)[\s.!,;)]*$",
     re.IGNORECASE,
@@ -76,7 +85,7 @@ _BEHIND_FORMULA = re.compile(rf"[}}]?\$(?:\^|[ \t]*[-−+*/±×÷][ \t]*(?:\$?[0
 #: Words with which what `_BEHIND` finds begins.
 _FIRST_WORDS_TEXT = """
 is was plus minus times divided multiplied over choose mod modulo raised to give less together along as out of and then
-if which for when where otherwise unless else in at except up with against
+if which for when where otherwise unless else in at except excluding etc up with against
 """
 _FIRST_WORDS = frozenset([*_FIRST_WORDS_TEXT.split(), *COMPARATIVE.split("|")])
 _FIRST_WORD = re.compile(r"[$)}*]{0,3},?[ \t]*([a-zA-Z]+|[^\w\s,.;:])")
@@ -104,14 +113,6 @@ _BEFORE = re.compile(
     re.IGNORECASE,
 )
 _BOUND = re.compile(rf"\b(?:at (?:least|most)|up to|no (?:{COMPARATIVE}) than)\s*[$(*]{{0,3}}\s*$", re.IGNORECASE)
-_OPENING = " $(*{\\"
-_LAST_WORDS_TEXT = """
-of to but times plus minus negative by over choose through after before following preceding in with outside the her his
-its their these those all + / × ÷ ± · - − √
-"""
-_LAST_WORDS, _ENDS_OF_BOUND = tuple(_LAST_WORDS_TEXT.split()), ("least", "most", "to", "than")
-#: Words of which one stands in front of every number that `is_changed_before` or `is_bounded` refuses.
-WORDS_BEFORE = frozenset(["least", "most", "up", "than", *filter(str.isalpha, _LAST_WORDS)])
 
 
 def is_changed_behind(after: str) -> bool:
@@ -130,9 +131,15 @@ def is_changed_behind(after: str) -> bool:
     return _BEHIND.match(after) is not None or _BEHIND_FORMULA.match(after) is not None
 
 
+def is_compared(before: str, after: str) -> bool:
+    """Whether a number is what another one exceeds a third by: "the answer is 42 more than that". Of one who is no
+    number ("Tom is 5 years older than Ann") it is the answer."""
+    return _THAN.match(after) is not None and _IS_COMPARED.search(before) is not None
+
+
 def is_bounded(before: str) -> bool:
     """Whether the text before a number makes it a bound: "at most 42". A box around it tells that it is the answer."""
-    return before.rstrip(_OPENING).lower().endswith(_ENDS_OF_BOUND) and _BOUND.search(before) is not None
+    return _BOUND.search(before) is not None
 
 
 def is_changed_before(before: str) -> bool:
@@ -141,8 +148,6 @@ def is_changed_before(before: str) -> bool:
     >>> [is_changed_before(text) for text in ("the supplement of $", "the total of ", "an area of ")]
     [True, False, False]
     """
-    if not before.rstrip(_OPENING).lower().endswith(_LAST_WORDS):
-        return False
     if _BEFORE.search(before) is not None:
         return True
     found = _OF.search(before)

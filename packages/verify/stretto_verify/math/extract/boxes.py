@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from stretto_verify.math.extract.corrections import withdrawn
 from stretto_verify.math.extract.denials import denied
 from stretto_verify.math.extract.glued import with_glued
 from stretto_verify.math.parse.structure import says_nothing
@@ -35,10 +36,6 @@ _OF_TWO = re.compile(  # the sum of 2 and
 )
 _STRICT_SIGNS = ("<", ">", *(rf"\{name}" for name in ("gt", "lt", "gg", "ll", "ngtr", "nless")))
 _STRICT = re.compile(r"(?:[\w)}|]\s+|[)}|]|(?<![\w<\\/])[a-zA-Z])(?:[<>]|\\(?:gt|lt|gg|ll|ngtr|nless))$")
-_WITHDRAWN = re.compile(  # 42 does not satisfy the second condition
-    r"(?:(?<![\w.,])(?P<name>[-−]?[0-9][0-9.,/]*)\$?|\b[Tt]his (?:answer|value|solution)) (?:(?:does not|fails to)"
-    r" (?:satisfy|work|hold)|is (?:not (?:valid|allowed|possible|correct|right)|wrong|incorrect|invalid|impossible))"
-)
 _WORD = re.compile(r"\b(?:and|or)\b")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
@@ -63,7 +60,7 @@ def boxed(text: str) -> str | None:
         bare = _BARE_BOX.findall(text)
         return bare[-1] if bare else None
     found = [box for box in found if not (denied(text, box.start, box.end) or _is_passed(text, box.start))]
-    if not found or _is_withdrawn(found[-1].content, text[found[-1].end :]):
+    if not found or withdrawn(found[-1].content, text[found[-1].end :]):
         return ""
     kept = [found[-1]]
     for box in reversed(found[:-1]):
@@ -74,13 +71,6 @@ def boxed(text: str) -> str | None:
     if len(kept) == 1:
         return with_glued(contents[0], text[: kept[0].start], text[kept[0].end :])
     return ", ".join(dict.fromkeys(contents))
-
-
-def _is_withdrawn(content: str, after: str) -> bool:
-    """Whether the text behind a box says that its content, or this answer, is none. "This answer" behind another number
-    is that number."""
-    names = [found["name"] for found in _WITHDRAWN.finditer(after)]
-    return content in names or names[:1] == [None]
 
 
 def _is_passed(text: str, start: int) -> bool:

@@ -12,14 +12,20 @@ from stretto_verify.math.parse.units import COMPARATIVE, NUMBER_WORD
 _ATTAINED = re.compile(  # the maximum is 12, attained at x = 3
     r",?\s+(?:(?:which is )?(?:achieved|attained|reached)|which occurs)\s(?:at|when|for|if)\b[^.\n]{1,80}\.?\s*$"
 )
-_DECLARED = re.compile(  # $S_n = 2n$ for all $n \ge 1$
-    r"(?<=\$),?\s+(?:(?:for (?:all|every|any|each)|whenever)(?: [a-z]+)? \$[a-zA-Z]|(?:for|where|when) \$[nkm])"
-    r"\s*(?:\\(?:geq?|leq?|in|neq?)(?![a-z])|[<>≥≤])[^$\n]{1,40}\$[\s.]*$"
+_DECLARED = re.compile(  # $S_n = 2n$ for all $n \ge 1$; $x^2 + 1$ for every real $x$, as claimed
+    r"(?<=\$),?\s+(?:(?:for (?:all|every|any|each)|whenever)(?: [a-z]+){0,2} \$[a-zA-Z]"
+    r"|(?:for|where|when) \$[nkm](?!\$))"
+    r"(?:\s*(?:\\(?:geq?|leq?|in|neq?)(?![a-z])|[<>≥≤])[^$\n]{1,40})?\$(?:, [^$0-9\n]{1,60})?[\s.]*$"
 )
-_ASKED_BOUND = re.compile(r"\b(?:least|most|minimum|maximum|smallest|largest|fewest|guarantee)\b", re.IGNORECASE)
-_BOUND = re.compile(r"(?<=[a-z] )(?<! is )(?<! are )at (?:least|most) (?=\$?[0-9])")
-_COMPARATIVE = re.compile(rf"\b({COMPARATIVE})\b")
-_COMPARED = re.compile(rf"(?<=[0-9a-z$}}])[ ]({COMPARATIVE})\b(?=[\s.!)}}$]*$)")
+_PRICED = re.compile(  # $64 for 16 glasses
+    r"((?:\$|[€£¥])[0-9][0-9,]*(?:\.[0-9]+)?) for (?:(?:all|the|these|those) )*[0-9]+ [a-z]+(?: [a-z]+)?(?=[\s.!]*$)"
+)
+_ASKED_BOUND = re.compile(
+    r"\b(?:least|most|minimum|maximum|smallest|largest|fewest|guarantee)\b|至少|至多|最[大小多少]", re.IGNORECASE
+)
+_BOUND = re.compile(r"(?<=[a-z] )(?<! is )(?<! are )at (?:least|most) (?=\$?[0-9])|至少|至多")
+_COMPARATIVE = re.compile(rf"\b({COMPARATIVE}|times)\b")
+_COMPARED = re.compile(rf"(?<=[0-9a-z$}}])[ ]({COMPARATIVE}|times)\b(?=[\s.!)}}$]*$| (?:than|the|that|its)\b)")
 _ASKED_ORDINAL, _ORDINAL = re.compile(r"\b[Ww]hich\b"), re.compile(r"(?<=[0-9])(?:st|nd|rd|th)\b(?=[\s.!]*$)")
 _ROUNDED = re.compile(
     r",?\s\(?(?:(?:rounded|correct|accurate)\s)?to\s(?:[0-9]|one|two|three|four|five)\s"
@@ -28,7 +34,8 @@ _ROUNDED = re.compile(
 _CONCLUSION = r"\b(?:so|hence|thus|therefore|then|leaving|giving|making|which|but|now|total|answer)\b"
 _REASON = re.compile(  # 58 stickers are left after she gave 12 away
     rf"([0-9](?:(?!{_CONCLUSION})[^0-9.;:]){{0,40}}?)(?:,\s(?:(?:exactly )?as(?! well)|of which"
-    r"|[0-9]+ of (?:which|whom|them|these)|the (?:sum|product|number|difference) of)|\s\(from|\s[—–] (?:this|it)"
+    r"|[0-9]+ of (?:which|whom|them|these)|the (?:sum|product|number|difference) of|with [0-9]+ (?:element|member)s?"
+    r"|(?:i\.e\.|that is),? (?:until|from|by|in|on|at))|\s\(from|\s[—–] (?:this|it)"
     r"|,?\s(?:because|since|after (?:[a-z]+ing|he|she|it|they|we|you|[A-Z][a-z]+ (?!is|was)[a-z]+)))\b"
     rf"(?:(?!{_CONCLUSION})[^\n]){{1,120}}$"
 )
@@ -37,6 +44,7 @@ _PARTED = re.compile(  # 42 students: 20 girls and 22 boys
     r"(?::|\()(?P<parts>[^=()\n]{3,200})\)?[\s.!]*$"
 )
 _PART, _NO_WORD = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+(?:\.[0-9]+)?"), re.compile(r"(?:[0-9,;.\s]|and)+")
+_PRICE = re.compile(rf"\$({_PART.pattern})")
 _END_OF_PROOF = re.compile(r"(?:\$\\(?:blacksquare|square|Box|qed)\$|\\\(\\(?:black)?square\\\)|QED)[\s.]*$")
 _LONGEST_LINE = 400
 
@@ -50,7 +58,7 @@ def unconditioned(text: str) -> str:
     >>> unconditioned("58 left after giving 12 away"), unconditioned("5: 2 girls, 3 boys"), unconditioned("6: 2 and 3")
     ('58 left', '5', '6: 2 and 3')
     """
-    text = _DECLARED.sub("", _ATTAINED.sub("", text))
+    text = _PRICED.sub(r"\1", _DECLARED.sub("", _ATTAINED.sub("", text)))
     start = text.rstrip().rfind("\n") + 1
     last = _END_OF_PROOF.sub("", text[start:])
     if len(last) > _LONGEST_LINE or not last.strip():
@@ -61,10 +69,11 @@ def unconditioned(text: str) -> str:
 
 
 def _total(found: re.Match[str]) -> str | None:
-    """The number of a match of `_PARTED`, in digits, if its parts add up to it, or are as many numbers; else None."""
+    """The number of a match of `_PARTED`, in digits, if its parts add up to it, or are as many numbers; else None.
+    Prices have prices as parts."""
     told = counted(found["total"]) if found["total"][0].isalpha() else None
     total = told or Fraction(_PART.findall(found["total"])[0].replace(",", ""))
-    parts = _PART.findall(found["parts"])
+    parts = ("$" in found["total"] and _PRICE.findall(found["parts"])) or _PART.findall(found["parts"])
     is_sum = len(parts) > 1 and sum(Fraction(part.replace(",", "")) for part in parts) == total
     is_total = is_sum or (len(parts) == total and _NO_WORD.fullmatch(found["parts"]))
     return (found["total"] if told is None else str(told)) if is_total else None
@@ -80,7 +89,7 @@ def unbounded(text: str, prompt: str) -> str:
     >>> unbounded("It is 5 cm longer.", "How much longer is it?"), unbounded("The 5th.", "Which term is it?")
     ('It is 5 cm.', 'The 5.')
     """
-    if "at " in text and _ASKED_BOUND.search(prompt) is not None:
+    if ("at " in text or "至" in text) and _ASKED_BOUND.search(prompt) is not None:
         text = _BOUND.sub("", text)
     if prompt and (asked := set(_COMPARATIVE.findall(prompt))):
         text = _COMPARED.sub(lambda found: "" if found[1] in asked else found[0], text)

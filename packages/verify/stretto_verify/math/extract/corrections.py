@@ -1,13 +1,15 @@
-"""Corrections at the end of a completion: "The answer is 42. No, 43." gives 43."""
+"""Corrections behind an answer: "The answer is 42. No, 43." gives 43, "42. But this misses a case." nothing."""
 
 from __future__ import annotations
 
 import re
 
+from stretto_verify.math.extract.beside import REFUSED
 from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.units import NUMBER_WORD
 
 _PIECE = rf"(?P<piece>\$[^$\n]{{1,80}}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?|{NUMBER_WORD}|\(?(?-i:[A-J])\)?)[.!]?\s*$"
+_NO_ANSWER = r"(?:valid|allowed|possible|correct|right|(?:an?|the) (?:valid )?(?:answer|solution|root))\b"
 _SUBJECT = (
     r"(?:(?:(?:it|that|the (?:(?:correct|right|actual|true|real|new|final) [a-z]+|answer|total|result|number|sum))"
     r"(?:'s|\s(?:is|was|should be|must be|becomes))|there (?:are|is|must be)|we (?:get|have)"
@@ -26,6 +28,21 @@ _RECONSIDERED = re.compile(  # \boxed{42}. I forgot to add 1, so it's 43. \boxed
     rf"{_PIECE}",
     re.IGNORECASE,
 )
+_REJECTED = re.compile(  # 42 does not satisfy the condition; it fails; this overlooks a case
+    r"\b(?:(?:does|do|did|can|could|would)(?:n't|\s+not)\s(?:satisfy|work|hold|fit|solve|be (?:right|correct))"
+    r"|cannot be (?:right|correct|the answer)|fails\b|(?:overlook|ignore|miss|overcount|contradict|violate)e?s\b"
+    r"|makes (?:the|a|one) [a-z]+ (?:zero|negative|undefined|vanish)|leads to a contradiction"
+    rf"|(?:is|was|are|(?:must|has to|should|can|would|will) be)\s(?:{REFUSED}|not {_NO_ANSWER})(?! to\b)"
+    rf"|(?:is|was|are)n't {_NO_ANSWER}(?! to\b))"
+)
+_AGAIN = re.compile(
+    r"\b(?:it|this|that|(?:this|that|the) (?:[a-z]+ )?(?:answer|value|solution|root|guess|choice|option|count))$",
+    re.IGNORECASE,
+)
+_PART_OF_ANOTHER = re.compile(
+    r"(?:[\w.,]|(?:[-−/^_<>≤≥+*·×]|\\[a-z]+|\b(?:than|least|most|to|of|under|below|with|for|by))[\s$]*)$"
+)
+_TAKEN_BACK = re.compile(r"\b(?:scratch that|on second thoughts?|never ?mind|take (?:it|that) back)\b", re.IGNORECASE)
 _LONGEST = 400  # characters behind the beginning of a correction
 _ENDS_IN_WORDS = re.compile(rf"\b(?:{NUMBER_WORD}|(?-i:[A-J])\)?)$", re.IGNORECASE)
 
@@ -41,3 +58,19 @@ def corrected(text: str) -> str | None:
         return None
     found = _CORRECTED.search(text) or _RECONSIDERED.search(text, max(0, len(text) - _LONGEST))
     return None if found is None else str(counted(found["piece"]) or found["piece"].strip("$"))
+
+
+def withdrawn(answer: str, after: str) -> bool:
+    """Whether the text behind an answer says that it is none. "It" and "this" behind another number are that number.
+
+    >>> withdrawn("42", ". But this misses a case."), withdrawn("3", "; 3 is extraneous"), withdrawn("2", "; 3 fails")
+    (True, True, False)
+    """
+    after, value = after[:_LONGEST], answer.rpartition("=")[2].strip(" $").rstrip("})")
+    for found in _REJECTED.finditer(after):
+        before = after[: found.start()].rstrip(" $*})")
+        if _AGAIN.search(before) is not None and not any(map(str.isdigit, before)):
+            return True
+        if value and before.endswith(value) and _PART_OF_ANOTHER.search(before.removesuffix(value)) is None:
+            return True
+    return _TAKEN_BACK.search(after) is not None

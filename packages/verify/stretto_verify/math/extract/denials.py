@@ -9,7 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from stretto_verify.math.extract.beside import WORDS_BEFORE, is_bounded, is_changed_before, is_changed_behind
+from stretto_verify.math.extract.beside import (
+    FALSE,
+    REFUSED,
+    is_bounded,
+    is_changed_before,
+    is_changed_behind,
+    is_compared,
+)
 from stretto_verify.math.parse.units import NUMBER_WORD
 
 _TURN = (  # words that end the scope of a denial
@@ -24,26 +31,26 @@ _FOREIGN = (
     r"|nunca|tampoco|não|niet|geen|nooit|inte|aldrig|ikke|aldri|nie|není|nejsou|nikdy|nu (?:este|e|sunt)|nem|ei ole"
     r"|bukan(?:lah)?|tidak|không"
 )
+_ATTRIBUTED = (  # one may think that the answer is 42
+    r"\b(?:may|might|could) (?:think|guess|say|expect|believe|conclude|answer)\b"
+    r"|\b(?:many|most|some) (?:people|students)? ?(?:think|guess|say|expect|believe|conclude|answer)\b"
+    r"|\b(?:common|popular|naive|tempting|initial) (?:guess|answer|mistake|error)\b"
+    r"|\b(?:suppose|assum(?:e|ing)|if [a-z]+ were)\b"
+)
 _DENIED_BEFORE = re.compile(
     r"(?:\b(?:not|non|pas|nicht)\b(?!-)|n't\b|\bnever\b|\bneither\b|\bnor\b"
     r"|\bcannot (?:be|equal|get|reach|obtain)\b|\brather than\b"
     r"|\binstead of\b|\\neq?|≠|!=|\bby no means\b|\bno way\b"
     r"|(?<!no )\bdoubt\b|\bimpossible\b|\bunlikely\b|\bhardly\b|\b(?:any|every)thing but\b|\bexcept\b|\bother than\b"
-    r"|\bfar from\b|\b(?:suppose|assum(?:e|ing)|if [a-z]+ were)\b"
-    r"|\b(?:false|wrong|incorrect) (?:that|to)\b|\bnobody\b|\bno one\b)"
+    rf"|\bfar from\b|{_ATTRIBUTED}"
+    rf"|\b(?:false|wrong|incorrect) (?:that|to)\b|\bnobody\b|\bno one\b|\b(?:{_FOREIGN})\b(?!-))"
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$",
     re.IGNORECASE,
 )
-_DENIED_BEFORE_ABROAD = re.compile(rf"\b(?:{_FOREIGN})\b(?!-)(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$", re.IGNORECASE)
-_FIRST_WORDS_TEXT = """
-jamais kein keine keinen keiner keines keinem keinesfalls keineswegs niemals no nunca tampoco não niet geen
-nooit inte aldrig ikke aldri nie není nejsou nikdy nu nem ei bukan bukanlah tidak không
-"""
-_FIRST_WORDS = frozenset(_FIRST_WORDS_TEXT.split())
 _DENIED_BEFORE_ELSEWHERE = re.compile(  # in other scripts
     r"(?:\b(?:не|ни|ні|није|никогда|ніколи|нельзя|δεν|όχι|ليس|ليست|لا|ليسا|לא|אינ[הו]|איננ[הו])\b|ไม่)"
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$،؛]){{0,24}}\$?$"
-    r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠|小[于於]|大[于於]|超[过過]|不到|不足|少[于於]|多[于於]|至少|至多|[高低][于於])[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$",
+    r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠|小[于於]|大[于於]|超[过過]|不到|不足|少[于於]|多[于於]|(?:至少|至多)有?|[高低][于於])[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$",
     re.IGNORECASE,
 )
 _NO = re.compile(r"^\W*no\s+[$(*]{0,3}$", re.IGNORECASE)  # "no 42"; "no, 42" is a correction
@@ -77,12 +84,10 @@ _OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|low
 _OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
 _DENIED_AFTER = re.compile(
     r"^[\s$.)}*]{0,3}\s*(?:\((?:wrong|incorrect|false|rejected|extraneous)\b|isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
-    r"|(?:is|was|are|would be|can)\s*(?:not|n't|wrong|incorrect|false|impossible|too)\b"
-    r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b|(?:is|was) (?:ruled out|excluded"
-    r"|no answer)|(?:must|has to|should|can) be (?:rejected|excluded|discarded|eliminated|ruled out)\b"
-    r"|,?\s*but (?:that|this|it|which) (?:is|was|would be|seems) (?:not|wrong|incorrect|false)\b"
-    r"|(?:is|was|would be) (?:(?:an?|the|my|our) (?:mistake|(?:first )?guess|wrong|incorrect|false)|wrong|incorrect"
-    r"|out of the question)\b"
+    rf"|(?:is|was|are|would be|can)\s*(?:not|n't|too|no answer|(?:my|our|the|an?) (?:first )?guess|{FALSE})\b"
+    r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b"
+    r"|(?:,?\s*but (?:that|this|it|which)(?: [a-z]+)?\s)?(?:is|was|seems|(?:must|has to|should|can|would) be) "
+    rf"(?:not\b|{REFUSED})"
     r"|\?\s*not\b"
     rf"|\s(?:squared|cubed|doubled|halved|tripled|twice|factorial|less (?:one|[0-9]+)|(?:more|less) than [0-9]+"
     rf"|(?:or|plus|minus|times) {NUMBER_WORD}|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
@@ -119,27 +124,8 @@ _DENYING_ELSEWHERE = re.compile(
     re.IGNORECASE,
 )
 _DENYING = re.compile(
-    r"\b(?:not|never|suppose|assume|doubt|impossible|unlikely|wrong|incorrect|false)\b|n't\b", re.IGNORECASE
+    rf"\b(?:not|never|doubt|impossible|unlikely|wrong|incorrect|false)\b|n't\b|{_ATTRIBUTED}", re.IGNORECASE
 )
-#: Words of which one stands in every denial, or description of another number, in front of its object.
-_DENYING_WORDS_TEXT = """
-not non pas nicht never neither nor cannot than instead means way doubt impossible unlikely hardly but except far wrong
-false incorrect exceed exceeds exceeding without exclude excludes excluded excluding from to menos moins below above
-beyond nearly almost twice double triple half thrice by of nobody one de als di dan end no before after until over
-under avoid as suppose assume assuming were
-"""
-_DENYING_WORDS = (
-    frozenset(_DENYING_WORDS_TEXT.split())
-    | _FIRST_WORDS
-    | WORDS_BEFORE
-    | {
-        f"{verb}{end}"
-        for verb in ("reject", "discard", "eliminate", "exclude", "avoid")
-        for end in ("", "s", "d", "ed")
-    }
-    | {"rule", "rules", "ruled", "ruling", "out"}
-)
-_WORD, _SIGNED = re.compile("[a-z]+"), re.compile(r"n't|\\ne|!=|[^\x00-\x7f]|[-+/][ $]*$")
 _NOR = re.compile(r"\s*\$?,?\s*(?:or|nor)\s+\$?")
 _AND, _OF_BEFORE = re.compile(r"\s*\$?,?\s*(?:and\s+)?\$?"), re.compile(r"\bof\s*\$?$")
 _SIGNS = ' \n\t\r\f\v\u00a0\u3000$.)}*"”」'
@@ -154,6 +140,7 @@ def denied(text: str, start: int, end: int) -> bool:
         return True
     after = text[end : end + _SEEN[1]]
     is_operand = is_changed_behind(text[end - 1 : end + _SEEN[1]] if content.endswith("$") else after)
+    is_operand = is_operand or is_compared(before, after)
     is_boxed = content.startswith("\\")
     return _denied_before(before, is_boxed=is_boxed) or is_operand or _denied_behind(content, after)
 
@@ -176,16 +163,11 @@ def undenied(text: str, spans: Iterable[tuple[int, int, str]]) -> list[tuple[int
 def _denied_before(before: str, *, is_boxed: bool) -> bool:
     if not before.isascii() and _DENIED_BEFORE_ELSEWHERE.search(before) is not None:
         return True
-    is_signed = _SIGNED.search(before) is not None
-    if not is_signed and _DENYING_WORDS.isdisjoint(_WORD.findall(before.lower())):
-        return False
     if any(form.search(before) for form in (_DENIED_BEFORE, _LABELLED, _BESIDE, _COMPARED_ABROAD)):
         return True
     if is_changed_before(before) or (not is_boxed and is_bounded(before)):
         return True
-    if len(before) < _SEEN[0] and _NO.match(before) is not None:
-        return True
-    return not _FIRST_WORDS.isdisjoint(before.lower().split()) and _DENIED_BEFORE_ABROAD.search(before) is not None
+    return len(before) < _SEEN[0] and _NO.match(before) is not None
 
 
 def _denied_behind(content: str, after: str) -> bool:

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 
 from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box, only_box
 from stretto_verify.math.extract.conditions import unbounded, unconditioned, unrounded
-from stretto_verify.math.extract.corrections import corrected
+from stretto_verify.math.extract.corrections import corrected, withdrawn
 from stretto_verify.math.extract.denials import denied, is_denying, undenied
-from stretto_verify.math.extract.glued import with_unit
+from stretto_verify.math.extract.glued import further, with_unit
 from stretto_verify.math.extract.statements import STATES, concluded, is_reply, reasoned, stance, stated
 from stretto_verify.math.extract.terms import in_digits, terms, unquoted
 from stretto_verify.math.limits import LONGEST_TAIL
@@ -101,7 +101,10 @@ _FORMULA = re.compile(
     r"|(?<![\\0-9$])\$(?P<d>(?:\\\$|[^$\n]){1,2000}?)(?<!\\)\$(?![0-9])",
     re.DOTALL,
 )
-_BETWEEN = re.compile(r"\s*(?:,|;|,?\s*(?:and|or)|\\quad|\\text\{\s*(?:and|or)\s*\})\s*")
+_BETWEEN = re.compile(
+    r"\s*(?:,|;|,?\s*(?:and|or)|\\quad|\\text\{\s*(?:and|or)\s*\}"
+    r"|[.,;]?\s*(?:and\s)?(?:[Bb]y symmetry|[Ss]imilarly|[Ll]ikewise|[Aa]lso),?(?: also)?)\s*"
+)
 _SCALE = re.compile(r"\s*(?:\\?%|percent\b|\(?in (base [0-9]{1,2}|binary|octal|hexadecimal)\b\)?)")
 _NEAR = re.compile(r"\s*(?:≈|\\approx)\s*")
 _NUMBER = re.compile(
@@ -113,12 +116,14 @@ _NUMBER = re.compile(
 _TERM = r"(?:[0-9]++(?:\.[0-9]++)?|[√π]|[a-zA-Z](?![a-zA-Z])|\((?:[^()\n]{1,40})\)|\*\*|\^-?)"
 _EXPRESSION = rf"[-+−]?{_TERM}(?:\s*[-+−*/]\s*{_TERM}|{_TERM})*+"
 _RELATION = re.compile(
-    rf"(?<![A-Za-z0-9\\$^_])[a-zA-Z](?:_?[0-9]|\([a-z]\))?(?:\s*(?:<=|>=|!=|[=<>≤≥≠])\s*{_EXPRESSION})+(?![0-9a-zA-Z%])"
+    rf"(?<![A-Za-z0-9\\$^_])(?:[a-zA-Z] ?[-+*/] ?){{0,3}}[a-zA-Z](?:_?[0-9]|\([a-z]\))?"
+    rf"(?:\s*(?:<=|>=|!=|[=<>≤≥≠])\s*{_EXPRESSION})+(?![0-9a-zA-Z%])"
 )
 _EQUATION = re.compile(  # 2x + 3 = 13: an unknown with a factor, whose letter is not that of a unit
     rf"(?<![A-Za-z0-9\\$^_.])(?=[^=\n]{{0,60}}?[0-9]\*?[abcnp-rt-z](?![A-Za-z0-9])){_EXPRESSION}\s*=\s*{_EXPRESSION}"
     r"(?![0-9a-zA-Z%])"
 )
+_GROUPING = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?=[0-9,.]*$)")
 _DAY = re.compile(r"(?<![0-9/])[0-9]{1,2}/[0-9]{1,2}/[0-9]{4}(?![0-9/])")
 _SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
 _PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?:(?::| : )[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
@@ -127,14 +132,11 @@ _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 i
 _ASIDE = re.compile(
     r"不是(?!\s*(?:正[确確])?答案)"
     r"|,\s+which\s(?:is|are|was|were)\s(?=[^.\n]{0,80}\b(?:more|less|fewer|greater|times|twice|half|larger|smaller)\b)"
-    r"|,\s+(?:exactly )?as\s(?!well)"
+    r"|,\s+(?:exactly )?as\s(?!well)|,\s+it (?:isn't|is not|can't be|cannot be|doesn't make sense)\s"
     r"|,?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s"
 )
 _BECAUSE = re.compile(r"(?:,? (?:because|since)|, as)\s(?!.*\b(?:so|hence|thus|therefore|but)\b)[^\n]*$")
 _IN_SPANISH, _NO_OTHER = re.compile("respuesta", re.IGNORECASE), re.compile(r",\s+no\s+(?=\S)")
-_LETTER_ALONE = re.compile(  # D, it cannot be A or B
-    r"\(?([A-J])\)?,\s+it (?:isn't|is not|can't be|cannot be|doesn't make sense (?:for it )?to be)\s+\(?[A-J]\b"
-)
 _ENDS_OF_RANGE = re.compile(r"\$?,?\s+\(?(in|ex)clusive\b", re.IGNORECASE)  # between 3 and 5 inclusive
 _TITLED = re.compile(
     r"(?P<title>\W*[A-Za-z]{2,}.*)\b(?:is|are|equals)\b[\s:]*(?P<value>\S.*)", re.DOTALL
@@ -146,7 +148,7 @@ _DOLLAR = re.compile(r"\\(?:textdollar(?![a-zA-Z])\s*(?:\{\})?|\$)(?:\s+(?=[0-9]
 _IN_WORDS = re.compile(r"\\text(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}]*)\}")
 _WORD_OR_NUMBER = r"(?:(?:a|[A-Za-z]{2,})[.,]?|-?\\?\$?[0-9][0-9.,/]*(?:\\?%)?)"
 _WORDS_AND_NUMBERS = re.compile(rf"{_WORD_OR_NUMBER}(?: {_WORD_OR_NUMBER})*")
-_LONGEST_WHOLE, _MOST_ITEMS = 300, 12  # characters; items of a list
+_LONGEST_WHOLE, _MOST_ITEMS, _MOST_SPANS = 300, 12, 40  # characters; items of a list; numbers that are looked at
 _ITEMS = re.compile(r"[,;]|\bor\b|\band\b")
 _FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
 _NAMES_STANCE = re.compile(r"(?<![\w\\])(?:yes|no|true|false)\b")
@@ -309,27 +311,26 @@ def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, Fin
         rest = _NO_OTHER.sub(", not ", rest.lstrip()) if _IN_SPANISH.search(lead) else rest.lstrip()
         if is_all and not says_nothing(rest[len(_sentence(rest)) :]):
             return found.start(), FinalAnswer(rest, certain=True)
-        return found.start(), _piece_of(rest)
+        piece, after = _piece_of(rest), rest[len(_sentence(rest)) :]
+        if withdrawn(piece.text, after):
+            return found.start(), FinalAnswer("", certain=True)
+        other = further(after)
+        return found.start(), piece if other is None else FinalAnswer(f"{piece.text}, {other}", piece.certain)
     return None
 
 
 def _piece_of(rest: str) -> FinalAnswer:
-    """The answer in the text after a mark such as "The answer is". Of these, the first that applies:
-
-    1. a box in the first sentence
-    2. the letter of a choice: in a first sentence of more than a few words
-    3. the first sentence, if it begins with a lettered choice; an empty answer if the next line is another choice
-    4. the formulas at the beginning, if the sentence says nothing more; else the whole sentence
-    5. the first sentence, if it is one short formula, a spoken number, or has no digit
-    6. the last formula or number of the first sentence
-    """
+    """The answer in the text after a mark such as "The answer is": the first that applies of a box, a stance and the
+    letter of a choice in the first sentence; a lettered choice at its beginning (an empty answer if the next line is
+    another one); the formulas at its beginning, if it says nothing more; the sentence, if it is one short formula, a
+    spoken number, or has no digit; its last formula or number."""
     if (inner := boxed(_sentence(rest))) is not None:
         return FinalAnswer(inner, certain=True)
+    if (said := stance(sentence := _sentence(rest))) is not None:
+        return FinalAnswer(said, certain=True)
     told = _told(rest)
-    if not _FEW_WORDS.fullmatch(told) and (letter := _letter(told)) is not None:
+    if not _FEW_WORDS.fullmatch(sentence) and (letter := _letter(told)) is not None:
         return letter
-    if (alone := _LETTER_ALONE.match(told)) is not None:
-        return FinalAnswer(alone[1], certain=True)
     if _LETTERED.match(_bare(rest)) or _FIRST_LETTER.match(_bare(told)):
         behind = rest[len(told) :].lstrip(" .\n").split("\n")[0]
         return FinalAnswer("" if _NEXT_CHOICE.match(_bare(behind)) else told, certain=True)
@@ -389,7 +390,7 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
     spans += _apart(terms(text), spans)
     numbers = _found(_NUMBER, text, spans)
     spans += [(start, end, _COMMA_DECIMAL.sub(r"\1.\2", content)) for start, end, content in numbers]
-    spans = _approximated(text, sorted(spans))
+    spans = _approximated(text, sorted(spans) if is_all else sorted(spans)[-_MOST_SPANS:])
     kept = undenied(text, spans)
     if not kept:
         return FinalAnswer("", certain=True) if spans else _letter(text)
@@ -399,7 +400,10 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
         if titled is not None and _is_title(titled["title"], _LETTERED.match(_bare(titled["value"])) is not None):
             return _piece_of(titled["value"])
         return FinalAnswer(text, certain=False)
-    contents = ", ".join(content for _, _, content in reversed(joined))
+    joined = [span for span in joined if not withdrawn(span[2], text[span[1] :])]
+    contents = ", ".join(_GROUPING.sub("", content) for _, _, content in reversed(joined))
+    if not joined:
+        return FinalAnswer("", certain=True)
     if len(joined) == 1 and (measured := with_unit(contents, text[joined[0][1] : joined[0][1] + 60])) != contents:
         return FinalAnswer(measured, certain=True)
     ends = _ENDS_OF_RANGE.match(text, joined[0][1]) if len(joined) == 2 else None

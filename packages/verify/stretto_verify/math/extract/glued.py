@@ -48,7 +48,13 @@ _OR = re.compile(
     r"(?:\s*\^\s*\{?\\circ\}?|\s*\\?%)?\$?,?\s*(?:\\text\{\s*or\s*\}|(?<=[\s$},])or\s+(?:(?:maybe|perhaps|possibly|even)\s+)?)\s*"
     r"\$?(-?[0-9][0-9./]*)\$?(?=[\s.,;:]|$)"
 )
-_AND = re.compile(r"\$?,?\s+and\s+(?:also\s+|possibly\s+)?\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
+_ALSO = re.compile(  # and 43; by symmetry, 43 works as well; a line "Unordered: 43"
+    r"(?:\$?,|\$?,?\s+and(?: possibly)?|\$?[.,;]?\s+(?:and\s)?(?:also|likewise|similarly|by symmetry),?(?: also)?"
+    r"|[$*}.\s]{0,20}\n\s{0,20}(?!check|verif|confiden|note|step|score|time|difficulty)[a-z]{2,20}"
+    r"(?: [a-z]{2,20}){0,2}:)\s*\$?(-?[0-9][0-9./]*|\([^()\n]{1,20},[^()\n]{1,20}\))\$?"
+    r"(?: (?:works|does|is)(?: (?:also|as well|too|one|a solution))*)?[.\s]*$",
+    re.IGNORECASE,
+)
 _OR_BEFORE = re.compile(r"(?<![0-9.,/])(-?[0-9][0-9./]*)\$?,?\s+or\s+\$?$")
 _SHARE = re.compile(r"\$?\s*(?:\\?%|percent\b)\s*\$?\s*of\s+\\?\$?([0-9][0-9,]*(?:\.[0-9]+)?)")
 _PERCENT = re.compile(r"\s?per ?cent\b")
@@ -68,7 +74,6 @@ _RIVAL = re.compile(  # \boxed{8} pairs, that is 16 people; \boxed{6}! = 720
     r"(?! (?:of|more|less|fewer|times)\b)"
 )
 _NUMERIC = re.compile(r"(?:\\(?:[dtc]?frac|sqrt|pi|cdot|times|[%$!, ])|[-+−0-9./^{}()]|,(?=[0-9]{3}))+")
-_COMMA = re.compile(r"\$?,\s*\$?(-?[0-9][0-9./]*)\$?[.\s]*$")
 _LIST_NUMBER = re.compile(r"\s*(?:[0-9]+[.)]|[-*+•]\s)\s*")
 _UNIT = re.compile(
     r"[\s$~]*(?:\\[,;: ]\s*)*(?:\\(?:text|mathrm|rm|mbox)\s*\{~?\s*(?P<text>[^{}]*)\}(?P<power>\^\{?-?[1-9]\}?)?"
@@ -87,6 +92,8 @@ def with_glued(content: str, before: str, after: str) -> str:
     """
     if (other := _OR_BEFORE.search(before, max(0, len(before) - 30))) is not None:
         return f"{other[1]}, {content}"
+    if (other := further(after)) is not None:
+        return f"{content}, {other}"
     if before[-1:] in _STARTS and _ENDS.match(after) is not None:
         return content
     if (share := _SHARE.match(after)) is not None:
@@ -95,8 +102,6 @@ def with_glued(content: str, before: str, after: str) -> str:
         return rf"{content}\text{{ in {base[1].lower()}}}"
     if (modulus := _REMAINDER.match(after)) is not None:
         return rf"{content} \pmod{{{modulus[1]}}}"
-    if (other := _OR.match(after) or _COMMA.match(after) or _AND.match(after)) is not None:
-        return f"{content}, {_term(other[1], after, other.start(1))[1]}"
     if _NUMERIC.fullmatch(content) and (rival := _with_rival(content, after)) is not None:
         return rival
     left, opened = _segment_before(before)
@@ -108,6 +113,16 @@ def with_glued(content: str, before: str, after: str) -> str:
     if glued is not None:
         return glued
     return with_unit(content, after)
+
+
+def further(after: str) -> str | None:
+    """The value that the text behind an answer adds to it; None if it adds none.
+
+    >>> further(" or 43."), further(". By symmetry, -43 works as well."), further(" apples")
+    ('43', '-43', None)
+    """
+    other = _OR.match(after) or _ALSO.match(after)
+    return None if other is None else _term(other[1], after, other.start(1))[1]
 
 
 def _with_rival(content: str, after: str) -> str | None:

@@ -31,9 +31,13 @@ _ON_A_DAY = re.compile(
 )
 _WINNER = re.compile(
     r"(?:(?:[Ss]o|[Tt]hus|[Hh]ence|[Tt]herefore),? )?((?:[Pp]layer )?[A-Z][a-z]*)(?: (?:will|can|must))?(?: always)?"
-    r" (?:wins?(?: the (?:game|race|match))?|has (?:a|the) winning strategy)[.!]?"
+    r" (?:wins?(?: the (?:game|race|match))?|has (?:a|the) winning strategy"
+    r"|[a-z]+ the (?:most|least|best|worst|[a-z]{3,}est)(?: [a-z]+){0,4})[.!]?"
 )
-_STANCE = re.compile(r"(yes|no|true|false)[,.!]\s+[^0-9$\\]{0,200}", re.IGNORECASE)
+_STANCE = re.compile(  # no conditions
+    r"(yes|no|true|false)[,.!:;]\s+(?!.*\b(?:if|unless|except|only|sometimes|otherwise)\b)[^0-9$\\]{0,200}",
+    re.IGNORECASE,
+)
 _STANCES = re.compile(r"\b(?:yes|no|true|false)\b", re.IGNORECASE)
 _REPLY = re.compile(  # yes, it is
     r"(?:(?P<yes>yes|true)|no|false)[,.!]\s+(?:it|they|he|she|there|that|this|we|you|one|I)\s+(?:is|are|was|were|does|do|did"
@@ -70,9 +74,9 @@ def weekday(text: str) -> str | None:
 
 
 def winner(text: str) -> str | None:
-    """Name of who wins, by a short sentence; None for other texts.
+    """Name of who wins or has the most or the least, by a short sentence; None for other texts.
 
-    >>> winner("Alice wins"), winner("Bob has a winning strategy."), winner("Neither wins")
+    >>> winner("Alice wins"), winner("Bob has the fewest marbles."), winner("Neither wins")
     ('Alice', 'Bob', None)
     """
     found = _WINNER.fullmatch(text)

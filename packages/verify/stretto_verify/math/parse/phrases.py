@@ -43,7 +43,7 @@ _ALL_BUT = re.compile(
 )
 _PROPORTION = re.compile(r"([0-9]+(?:\.[0-9]+)?) to ([0-9]+(?:\.[0-9]+)?)")
 _DATE = re.compile(r"[12][0-9]{3}-(?:0[1-9]|1[0-2])-[0-3][0-9]")  # 2020-01-05; no difference is written so
-_OUT_OF = re.compile(r"([0-9]{1,9}) out of (?:every )?([1-9][0-9]{0,8})")
+_OUT_OF = re.compile(r"([0-9]{1,9}) (?:out of|in) (?:every )?([1-9][0-9]{0,8})")
 _SPELT = re.compile(r"\s*(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]+(?:[ -]+[A-Za-z]+)*)\s*\}?[\s.]*")
 
 

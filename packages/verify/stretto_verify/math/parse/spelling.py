@@ -240,6 +240,7 @@ _SHARE: Final = (
     r"(?<![0-9.,/}])(?:([0-9]+/[0-9]+|\\frac\{[0-9]+\}\{[0-9]+\})|([0-9]+(?:\.[0-9]+)?)\s*%)\s*"
     r"(?:\\text\s*\{\s*)?(off?)(?:\s*\}|\s)\s*(?=[0-9])"
 )
+_OPERATORS: Final = {"plus": "+", "minus": "-", "times": r"\cdot "}
 _FONT: Final = r"\\math(?:bf|it|rm|sf|tt|normal)"
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
@@ -313,6 +314,7 @@ _REPLACED: Final = tuple(
         (r"\\(?:d|t)binom", r"\\binom"),
         (r"(?<![0-9a-zA-Z.])([0-9]{1,3})C([0-9]{1,3})(?![0-9a-zA-Z.])", r"\\binom{\1}{\2}"),
         (r"(?<![0-9a-zA-Z.])([0-9]+)\s+choose\s+([0-9]+)(?![0-9a-zA-Z.])", r"\\binom{\1}{\2}"),
+        (r"(?<=[0-9])\s+(plus|minus|times)\s+(?=[0-9])", lambda found: _OPERATORS[found[1]]),
         (r"(?<=[0-9])\s*x\s*(?=10\s*\^)", r"\\times "),
         (r"\\leqslant|\\leq(?![a-z])|<=|=<", r"\\le "),
         (r"\\geqslant|\\geq(?![a-z])|>=", r"\\ge "),
