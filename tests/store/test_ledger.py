@@ -6,6 +6,7 @@ A kill at any moment leaves a file that keeps these promises: `tests/faults/test
 of it again and again is found by key, and what is forgotten on the way is what is forgotten at once.
 """
 
+import math
 import sqlite3
 import tempfile
 from collections import Counter
@@ -159,6 +160,28 @@ def test_two_changes_that_belong_together_are_never_parted(path: Path, make: Mak
         assert states(path) == {"in_flight": 2}
         ledger.issue("0.2.0", make.prompt, 1, 0)
         assert states(path) == {"failed": 1, "in_flight": 2}
+
+
+def test_rows_wait_for_a_fact_that_cannot_be_written(path: Path, make: Make) -> None:
+    ledger, found = Ledger(path, StoreConfig(flush_seconds=60)), [math.nan, 1.0]
+    ledger.watch("share", lambda: found.pop(0))
+    ledger.issue("0.1.0", make.prompt, 2, 0)
+    with pytest.raises(StoreError, match="cannot be written"):
+        ledger.flush()
+    ledger.buffer(make.group("0.1.0", make.trajectory("0.1.0")))
+    ledger.close()
+    assert states(path) == {"buffered": 1, "in_flight": 1}
+
+
+def test_many_payloads_do_not_wait_for_the_next_second(path: Path, make: Make) -> None:
+    ledger, told = Ledger(path, StoreConfig(flush_seconds=60)), []
+    for megabytes in (1, 4):
+        name = f"0.{megabytes}.0"
+        buffered(ledger, make.group(name, replace(make.trajectory(name), text="x" * (megabytes << 20))))
+        ledger.relieve()
+        told.append(states(path))
+    ledger.close()
+    assert told == [{}, {"buffered": 2}]
 
 
 def test_facts_are_kept_and_read_back(path: Path, make: Make) -> None:

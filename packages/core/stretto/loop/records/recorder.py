@@ -162,6 +162,7 @@ class Recorder:
         found, before = Counter(trajectory.verdict.outcome for trajectory in trajectories), self._judged
         right, wrong = before.right + found[Outcome.RIGHT], before.wrong + found[Outcome.WRONG]
         self._judged = Judged(right, wrong, before.accuracy, before.undecided + undecided)
+        self._ledger.relieve()
 
     def left_over(self, tokens: int) -> None:
         """Count `tokens`, sampled for turns that are in no trajectory, as stopped: their group was given up, or a

@@ -38,7 +38,6 @@ from stretto.store.files import identity, sync
 from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls, retraction
 from stretto.store.ledger.reading import BOUNDS, states_on_record
 from stretto.store.ledger.rows import (
-    UPSERT,
     Balance,
     LiveRow,
     MostInFlight,
@@ -60,6 +59,7 @@ from stretto.store.totals import OnRecord
 
 Value = TypeVar("Value")
 
+_HEAVY = 4 << 20  # bytes
 _INSERT_GROUP = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)"
 _INSERT_PAYLOAD = "INSERT OR IGNORE INTO payloads VALUES (?, ?)"
 _INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -107,7 +107,7 @@ class Ledger:
         self._sources: dict[str, Callable[[], object]] = {}
         self._dirty: dict[int, LiveRow] = {}
         self._live: dict[str, LiveRow] = {}
-        self._flushed = self._clock()
+        self._flushed, self._weight = self._clock(), 0  # bytes of the buffered payloads
         self._file = identity(path)
         try:
             self._read_back()
@@ -345,19 +345,31 @@ class Ledger:
             raise self._broken
         if not (self._dirty or self._pending or self._partials or self._facts):
             return
-        rows = [row.columns() for row in self._dirty.values()]
         self._facts |= {name: fact_text(source()) for name, source in self._sources.items()}
+        rows: dict[str, list[tuple[object, ...]]] = {}
+        for _, row in sorted(self._dirty.items()):  # neighbours share pages
+            statement, columns = row.written()
+            rows.setdefault(statement, []).append(columns)
         pending = self._pending
         self._execute("BEGIN IMMEDIATE")
         self._many(_INSERT_GROUP, pending.pop(_INSERT_GROUP, []))
-        self._many(UPSERT, rows)
-        for statement, alike in groupby(self._partials, itemgetter(0)):
-            self._many(statement, map(itemgetter(1), alike))
+        for statement, alike in rows.items():
+            self._many(statement, alike)
+        for statement, pieces in groupby(self._partials, itemgetter(0)):
+            self._many(statement, map(itemgetter(1), pieces))
+        self._many(_INSERT_PAYLOAD, sorted(pending.pop(_INSERT_PAYLOAD, [])))
         for statement, parameters in pending.items():
             self._many(statement, parameters)
         self._many(_UPSERT_META, [(name, value, seal(name, value)) for name, value in self._facts.items()])
         self._execute("COMMIT")
         self._pending, self._partials, self._dirty, self._facts = {}, [], {}, {}
+        self._weight = 0
+
+    def relieve(self) -> None:
+        """Flush if the buffered payloads have 4 MiB or more. To be called when a group has ended and all that belongs
+        to its end was said: with thousands that end together, memory would grow, and be cold when it is written."""
+        if self._weight >= _HEAVY:
+            self.flush()
 
     def close(self) -> None:
         """Flush, unless a write has failed before, and close the file."""
@@ -383,7 +395,8 @@ class Ledger:
         if trajectory is not None and not row.finished:
             row.finish(trajectory)
             if state is State.BUFFERED or self._config.keep_payloads == "all":
-                self._note(_INSERT_PAYLOAD, (row.key, encode_payload(trajectory)))
+                self._note(_INSERT_PAYLOAD, (row.key, payload := encode_payload(trajectory)))
+                self._weight += len(payload)
         self._tokens.moved(row, before, tokens)
         if row.journaled:
             self._partials.append((_DELETE_PARTIALS, (row.key,)))

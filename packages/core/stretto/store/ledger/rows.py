@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -118,18 +117,17 @@ def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Paylo
     return msgspec.convert([[segment_of(segment) for segment in parts[0]], *parts[1:]], Payload)
 
 
-#: Inserts or updates a row with the columns of a `LiveRow`.
-UPSERT = """
-    INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
-    ON CONFLICT (key) DO UPDATE SET state = excluded.state, reason = excluded.reason,
-        trained_step = excluded.trained_step, verdict = excluded.verdict, reward = excluded.reward,
-        stop_reason = excluded.stop_reason, tokens = excluded.tokens, oldest_version = excluded.oldest_version,
-        newest_version = excluded.newest_version, interrupted = excluded.interrupted, seal = excluded.seal
+_INSERT_ROW = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_INSERT_ISSUED = """
+    INSERT INTO trajectories VALUES (?, ?, ?, 'in_flight', '', NULL, NULL, NULL, NULL, 0, NULL, NULL, 0, ?)
+"""
+_UPDATE_ROW = """
+    UPDATE trajectories SET state = ?, reason = ?, trained_step = ?, verdict = ?, reward = ?, stop_reason = ?,
+        tokens = ?, oldest_version = ?, newest_version = ?, interrupted = ?, seal = ? WHERE key = ?
 """
 
 
-@dataclass(slots=True, eq=False)
-class LiveRow:
+class LiveRow(msgspec.Struct, eq=False, gc=False):
     """Row of a trajectory that is in flight or buffered. The ledger keeps such rows in memory; a flush writes the
     changed ones to the file."""
 
@@ -142,7 +140,9 @@ class LiveRow:
     finished: bool = False  # the completion has ended and is judged
     journaled: int = 0  # `begin` of the next piece in the table ``partials``
     calls: int = 0  # number of the next call
-    open_calls: dict[int, bool] = field(default_factory=dict)  # calls without a recorded end: whether each is durable
+    open_calls: dict[int, bool] = {}  # calls without a recorded end: whether each is durable (each row has its own)
+    tokens: int = 0  # number of sampled tokens; 0 before `finish`
+    in_file: bool = False  # the file has the row, in this or an earlier state
     _outcome: tuple[object, ...] = (None, None, None, 0, None, None, 0)
 
     def move(self, state: State, reason: str = "") -> None:
@@ -159,20 +159,24 @@ class LiveRow:
         tokens, oldest, newest, interrupted = _sampled(trajectory.segments)
         self.finished = True
         ended = str(stop_reason) if stop_reason is not None else None
+        self.tokens = tokens
         self._outcome = (str(verdict.outcome), verdict.reward, ended, tokens, oldest, newest, interrupted)
-
-    @property
-    def tokens(self) -> int:
-        """Number of sampled tokens; 0 before `finish`."""
-        count = self._outcome[3]
-        assert isinstance(count, int)
-        return count
 
     def columns(self) -> tuple[object, ...]:
         """Values of the row in the column order of the table ``trajectories``, checksum included."""
         head = (self.key, self.group_key, self.member, str(self.state), self.reason, self.trained_step)
         columns = head + self._outcome
         return (*columns, seal(*columns))
+
+    def written(self) -> tuple[str, tuple[object, ...]]:
+        """The statement that writes the row to the file, and its parameters; from now on `in_file` is True."""
+        columns, before = self.columns(), self.in_file
+        self.in_file = True
+        if before:
+            return _UPDATE_ROW, (*columns[3:], self.key)
+        # Python's module looks for an adapter of each None and each bytes: rows just issued, which are many, pass one.
+        issued = self.state is State.IN_FLIGHT and not self.finished
+        return (_INSERT_ISSUED, (*columns[:3], columns[-1])) if issued else (_INSERT_ROW, columns)
 
     @classmethod
     def restored(cls, columns: tuple[object, ...]) -> LiveRow:
@@ -183,8 +187,11 @@ class LiveRow:
         assert isinstance(key, int)
         assert isinstance(group_key, int)
         assert isinstance(member, int)
-        finished = outcome[0] is not None
-        return cls(key, group_key, member, State(str(state)), str(reason), finished=finished, _outcome=tuple(outcome))
+        tokens, finished = outcome[3], outcome[0] is not None
+        assert isinstance(tokens, int)
+        row = cls(key, group_key, member, State(str(state)), str(reason), None, finished, tokens=tokens, in_file=True)
+        row._outcome = tuple(outcome)
+        return row
 
 
 def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, int]:
