@@ -295,7 +295,7 @@ def test_tokens_pass_where_the_model_has_them_and_each_has_a_log_probability(
     logprobs = data.draw(st.lists(numbers, min_size=len(ids), max_size=len(ids)))
     passes = all(0 <= id < 50 for id in ids) and all(-1e4 <= number <= 1e-3 for number in logprobs)  # NaN is none
     segment = Segment.of(tuple(ids), tuple(logprobs), (5,) * len(ids))
-    assert guest_module._are_possible(segment, 50) == passes
+    assert guest_module._are_possible([segment], 50) == passes
 
 
 @pytest.mark.parametrize(("known", "length"), [(0, 9), (4, 5), (8, 1)])

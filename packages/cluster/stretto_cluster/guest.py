@@ -80,12 +80,10 @@ class GuestEngine(HttpEngine):
         asked, had = {request.id: request for request in requests}, set[tuple[str, int]]()
         self._asked |= asked
         try:
-            async for completion in super().generate(*requests):
-                self._check(completion, asked.get(completion.request))
-                if (one := (completion.request, completion.member)) in had:
-                    raise EngineLied(self.name, f"sent a completion of {completion.request!r} twice")
-                had.add(one)
-                yield completion
+            async for arrived in self._arrivals(requests):
+                self._check_all(arrived, asked, had)
+                for completion in arrived:
+                    yield completion
         except (RefusedRequest, EngineLied):
             raise
         except (EngineLost, DeadlineExceeded, WireError) as loss:
@@ -95,13 +93,27 @@ class GuestEngine(HttpEngine):
             for id in asked:
                 self._asked.pop(id, None)
 
+    def _check_all(
+        self, arrived: Sequence[Completion], asked: Mapping[str, GenerateRequest], had: set[tuple[str, int]]
+    ) -> None:
+        """Raise EngineLied if one of the completions that arrived together is refused by `_check`, was `had` before, or
+        has tokens that cannot be. `asked`: the requests, by id. Those that pass are added to `had`."""
+        for completion in arrived:
+            self._check(completion, asked.get(completion.request))
+            if (one := (completion.request, completion.member)) in had:
+                raise EngineLied(self.name, f"sent a completion of {completion.request!r} twice")
+            had.add(one)
+        try:
+            self._check_tokens([(completion.request, completion.segment) for completion in arrived])
+        except WireError as lie:
+            raise EngineLied(self.name, str(lie)) from None
+
     def _check(self, completion: Completion, request: GenerateRequest | None) -> None:
         """Raise EngineLied if a completion was not requested (`request` None, or another member), does not begin with
-        the tokens that its request has for it, or has tokens that `_check_segment` refuses."""
+        the tokens that its request has for it, or is one that `_check_segment` refuses."""
         if request is None or not 0 <= completion.member < len(request.seeds):
             raise EngineLied(self.name, f"sent a completion of {completion.request!r} that it was not asked for")
-        prefix = request.prefixes[completion.member] if request.prefixes else Segment()
-        if not completion.segment.begins_with(prefix):
+        if request.prefixes and not completion.segment.begins_with(request.prefixes[completion.member]):
             how = f"sent a completion of {completion.request!r} that does not go on with its tokens"
             raise EngineLied(self.name, how)
         try:
@@ -110,9 +122,7 @@ class GuestEngine(HttpEngine):
             raise EngineLied(self.name, str(lie)) from None
 
     def _check_segment(self, segment: Segment, request: str, most: float) -> None:
-        """Check new tokens for the request with the id `request`: their number, at most `most`, ids, log-probabilities
-        and versions. Once they are in a batch nobody can drop them, and a token that the model does not have would end
-        every trainer that is given the batch.
+        """Check new tokens for the request with the id `request`: their number, at most `most`, and their versions.
 
         Raises:
             WireError: names what is wrong.
@@ -126,8 +136,18 @@ class GuestEngine(HttpEngine):
             raise WireError(f"sent tokens of {request!r} whose versions fall")
         if stamps and not 0 <= stamps[0] <= stamps[-1] <= self._newest():
             raise WireError(f"sent tokens of {request!r} with versions that are not published")
-        if stamps and not _are_possible(segment, self._vocabulary):
-            raise WireError(f"sent tokens of {request!r} that the model does not have, or with no log-probabilities")
+
+    def _check_tokens(self, sent: Sequence[tuple[str, Segment]]) -> None:
+        """Check ids and log-probabilities of new tokens, given with the ids of their requests. Once they are in a batch
+        nobody can drop them, and a token that the model does not have would end every trainer that is given the batch.
+
+        Raises:
+            WireError: names the request of the first segment that is wrong.
+        """
+        if _are_possible([segment for _, segment in sent], self._vocabulary):
+            return
+        request = next(id for id, segment in sent if not _are_possible([segment], self._vocabulary))
+        raise WireError(f"sent tokens of {request!r} that the model does not have, or with no log-probabilities")
 
     def _published(self, version: int) -> int:
         if version > self._newest():
@@ -149,7 +169,7 @@ class GuestEngine(HttpEngine):
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """Ask for the new tokens of unfinished completions, by request and member. `known`: number of tokens of each
         member that the caller has, by request. Raises WireError for completions that were not requested, and for tokens
-        that `_check_segment` refuses."""
+        that `_check_segment` or `_check_tokens` refuses."""
         found = await super().partials(known)
         for request, pieces in found.items():
             if request not in known or any(member not in range(len(known[request])) for member in pieces):
@@ -158,6 +178,7 @@ class GuestEngine(HttpEngine):
             for member, piece in pieces.items():
                 left = math.inf if asked is None else asked.sampling.max_tokens - known[request][member]
                 self._check_segment(piece, request, left)
+        self._check_tokens([(request, piece) for request, pieces in found.items() for piece in pieces.values()])
         return found
 
     async def _machine_is_gone(self) -> bool:
@@ -196,15 +217,22 @@ class GuestEngine(HttpEngine):
         return self._machine.moved if waits else await super().moved()
 
 
-def _are_possible(segment: Segment, vocabulary: int) -> bool:
-    """Whether all tokens of a sampled segment, at least one, are of the vocabulary, each with a finite log-probability
-    of 0 at most."""
-    ids = np.frombuffer(segment.columns, np.uint32, segment.length)  # a negative id is a large one
-    width = len(segment.columns) // segment.length - _ID
-    logprobs = np.frombuffer(segment.columns, f"<f{width}", segment.length, _ID * segment.length)
-    # as `ids.max()`, without two calls of Python for each; NaN is none
-    most, least = np.maximum.reduce, np.minimum.reduce
-    return bool(most(ids) < vocabulary and least(logprobs) >= -FARTHEST and most(logprobs) <= _ROUNDING)
+def _are_possible(segments: Sequence[Segment], vocabulary: int) -> bool:
+    """Whether all tokens of sampled segments are of the vocabulary, each with a finite log-probability of 0 at most.
+    The segments are compared together, because a call of NumPy costs as much as a thousand tokens."""
+    parts = [(memoryview(one.columns), _ID * one.length) for one in segments if one.length]
+    if not parts:
+        return True
+    most, least = np.maximum.reduce, np.minimum.reduce  # as `max` and `min`, without two calls of Python for each
+    ids = np.frombuffer(b"".join([columns[:end] for columns, end in parts]), np.uint32)  # a negative id is a large one
+    if not most(ids) < vocabulary:
+        return False
+    for kind, wide in (("<f4", False), ("<f8", True)):
+        if alike := [columns[end:] for columns, end in parts if (len(columns) > 2 * end) is wide]:
+            logprobs = np.frombuffer(b"".join(alike), kind)
+            if not (least(logprobs) >= -FARTHEST and most(logprobs) <= _ROUNDING):  # NaN is none
+                return False
+    return True
 
 
 def guest(

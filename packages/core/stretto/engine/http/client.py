@@ -89,6 +89,13 @@ class HttpEngine:
             EngineLied: the server behind it returned impossible results.
             DeadlineExceeded: no completion ended and no token was computed for `answer_seconds`.
         """
+        async for arrived in self._arrivals(requests):
+            for completion in arrived:
+                yield completion
+
+    async def _arrivals(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[list[Completion]]:
+        """Yield the completions of the requests in lists: those that have arrived together. Raises as `generate`; a
+        list with an error in it is yielded up to there first."""
         missing, unframer = sum(len(request.seeds) for request in requests), Unframer()
         requested = ", ".join(request.id for request in requests[:_NAMED]) + (", ..." if len(requests) > _NAMED else "")
         async with self._connections.one() as connection:
@@ -98,9 +105,12 @@ class HttpEngine:
                 if connection.status != _OK:
                     async with deadline(self._owner, f"the end of a refusal of {requested}", self._health_seconds):
                         raise refusal(self.name, connection.status, part + await connection.rest())
-                for body in unframer.feed(part):
-                    missing -= 1
-                    yield self._completion(body)
+                arrived, failure = self._completions(unframer.feed(part))
+                missing -= len(arrived)
+                if arrived:
+                    yield arrived
+                if failure is not None:
+                    raise failure
                 if not part:
                     break
         if missing:
@@ -209,17 +219,21 @@ class HttpEngine:
                 raise refusal(self.name, connection.status, reply)
             return reply
 
-    def _completion(self, body: bytes) -> Completion:
-        """Decode a frame of /generate; raises the error that it holds, or EngineLied if its checksum does not fit."""
-        try:
-            told = _FRAME.decode(body)
-        except UNREADABLE as error:
-            raise _unknown(body, error) from None
-        if isinstance(told, list):
-            raise _error(told[0])
-        if not told.segment.intact:
-            raise EngineLied(self.name, f"sent tokens of {told.request!r} whose checksum does not fit")
-        return told
+    def _completions(self, bodies: Sequence[bytes]) -> tuple[list[Completion], WireError | EngineLost | None]:
+        """Decode frames of /generate, up to the first that is no completion. Returns the completions, and the error to
+        raise behind them: the one that the frame holds, or EngineLied if its checksum does not fit; None: none."""
+        found = list[Completion]()
+        for body in bodies:
+            try:
+                told = _FRAME.decode(body)
+            except UNREADABLE as error:
+                return found, _unknown(body, error)
+            if isinstance(told, list):
+                return found, _error(told[0])
+            if not told.segment.intact:
+                return found, EngineLied(self.name, f"sent tokens of {told.request!r} whose checksum does not fit")
+            found.append(told)
+        return found, None
 
 
 def decoded(body: bytes, kind: type[Message]) -> Message:
