@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import Any
 from weakref import WeakKeyDictionary
+
+import msgspec
 
 from stretto.core.errors import DeadlineExceeded, NothingMoves
 from stretto.core.tasks import cancel_and_wait
@@ -16,8 +18,7 @@ _LONGEST_POLL = 5.0
 _LOOKS = 6  # progress checks within the limit of a standstill
 
 
-@dataclass(frozen=True, eq=False)
-class Wait:
+class Wait(msgspec.Struct, frozen=True, eq=False):
     """An open wait of `owner` for `awaited`. `seconds`: its limit; `since`: its start, on the event loop's clock;
     `works`: while it returns True, the run counts as moving (`waiting`); the default always returns False."""
 
@@ -32,10 +33,9 @@ class Wait:
 _OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Wait, None]] = WeakKeyDictionary()
 
 
-@asynccontextmanager
-async def deadline(
+def deadline(
     owner: str, awaited: str, seconds: float, detail: Callable[[], str] = str, works: Callable[[], bool] = bool
-) -> AsyncIterator[asyncio.Timeout]:
+) -> AbstractAsyncContextManager[asyncio.Timeout]:
     """Context manager: limit everything awaited inside the block to `seconds`; yields the timeout, which the block may
     reschedule. `owner` and `awaited` name in the error who waited for what; the text returned by `detail`, called when
     the time is up, is appended to `awaited`. `works`: as that of `waiting`.
@@ -48,15 +48,29 @@ async def deadline(
         async with deadline("conductor", "engine-0 to load version 7", 60):
             await engine.update(7)
     """
-    scope = asyncio.timeout(seconds)
-    try:
-        with waiting(owner, awaited, seconds, works):
-            async with scope:
-                yield scope
-    except TimeoutError:
-        if scope.expired():
-            raise DeadlineExceeded(owner, awaited + detail(), seconds) from None
-        raise
+    return _Deadline(Wait(owner, awaited, seconds, asyncio.get_running_loop().time(), works), detail)
+
+
+class _Deadline(AbstractAsyncContextManager[asyncio.Timeout]):
+    """A `deadline`, as a class: each exchange with an engine has one, and generators would take half of its time."""
+
+    def __init__(self, wait: Wait, detail: Callable[[], str]) -> None:
+        self._wait, self._detail = wait, detail
+
+    async def __aenter__(self) -> asyncio.Timeout:
+        self._scope = asyncio.timeout(self._wait.seconds)
+        self._open = _waits()
+        self._open[self._wait] = None
+        return await self._scope.__aenter__()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        del self._open[self._wait]
+        try:
+            await self._scope.__aexit__(kind, error, trace)
+        except TimeoutError as late:
+            error = late
+        if isinstance(error, TimeoutError) and self._scope.expired():
+            raise DeadlineExceeded(self._wait.owner, self._wait.awaited + self._detail(), self._wait.seconds) from None
 
 
 @asynccontextmanager
@@ -93,8 +107,7 @@ def waiting(owner: str, awaited: str, seconds: float, works: Callable[[], bool] 
     `works` is called at each check of a `Watchdog`: while it returns True, the run counts as moving. It is for users'
     code, a tool or a reward, which shows no progress before it ends. The default, `bool`, returns False.
     """
-    loop = asyncio.get_running_loop()
-    wait, waits = Wait(owner, awaited, seconds, loop.time(), works), _OPEN.setdefault(loop, {})
+    wait, waits = Wait(owner, awaited, seconds, asyncio.get_running_loop().time(), works), _waits()
     waits[wait] = None
     try:
         yield
@@ -104,7 +117,11 @@ def waiting(owner: str, awaited: str, seconds: float, works: Callable[[], bool] 
 
 def open_waits() -> list[Wait]:
     """Open waits of the running event loop, oldest first."""
-    return list(_OPEN.get(asyncio.get_running_loop(), ()))
+    return list(_waits())
+
+
+def _waits() -> dict[Wait, None]:
+    return _OPEN.setdefault(asyncio.get_running_loop(), {})
 
 
 class StallTimer:
