@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from stretto.core.records import Prompt, State, StopReason, Trajectory, trajectory_id
+from stretto.core.records import Prompt, State, StopReason, Trajectory, derive_seed, trajectory_id
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState, Ticket, TooManyFailures
 from stretto.rollout.prompts import Position, PromptStream
@@ -50,6 +50,11 @@ def answers(
 def test_as_many_groups_start_as_staleness_and_the_number_in_flight_allow(most: int, started: int) -> None:
     control, _ = controller(max_in_flight=most)
     assert len(admit_all(control)) == started
+
+
+def test_each_member_has_the_seed_of_its_name() -> None:
+    ticket = admit(controller(group_size=12)[0])
+    assert ticket.seeds == tuple(derive_seed(3, trajectory_id(ticket.group_id, member)) for member in range(12))
 
 
 def test_synchronous_means_one_batch_at_a_time() -> None:

@@ -17,12 +17,13 @@ groups (`restore`) and its own saved state (`state`).
 from __future__ import annotations
 
 import bisect
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 
 from stretto.core.admission import BoundChange, Staleness, admits, due
 from stretto.core.errors import StrettoError
-from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory, derive_seed, trajectory_id
+from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory, trajectory_id
 from stretto.core.states import Journal
 from stretto.rollout.adaptive import AdaptiveBound, AdaptiveInFlight, Pressure, adapted, decided, measured
 from stretto.rollout.batching import QueueState, assert_within_bound, choose
@@ -234,9 +235,14 @@ class Controller:
         return ControllerState(self._prompts.position(), failures, self._staleness, self._starved, self._number)
 
     def seeds_of(self, group_id: str) -> tuple[int, ...]:
-        """The seed of each completion of a group, from the run's seed and the group's id."""
-        members = range(self.config.group_size)
-        return tuple([derive_seed(self._seed, trajectory_id(group_id, member)) for member in members])
+        """The seed of each completion of a group, from the run's seed and the group's id: `derive_seed` of the former
+        and its `trajectory_id`, whose common beginning is hashed once."""
+        begun, seeds = hashlib.blake2b(f"{self._seed}\x1f{group_id}/".encode(), digest_size=8), list[int]()
+        for member in range(self.config.group_size):
+            whole = begun.copy()
+            whole.update(b"%d" % member)
+            seeds.append(int.from_bytes(whole.digest(), "little") >> 1)
+        return tuple(seeds)
 
     def _ticket(self, draw: Draw, admitted_version: int, max_staleness: Staleness) -> Ticket:
         group_id, seeds = draw.group_id, self.seeds_of(draw.group_id)
