@@ -62,7 +62,7 @@ class Unframer:
             if len(self._rest) < self._wanted:  # a large frame comes in many pieces
                 return []
             data, self._rest = self._rest, bytearray()
-        at, bodies = 0, []
+        at, bodies, view = 0, [], memoryview(data)
         self._wanted = LENGTH.size
         while len(data) - at >= LENGTH.size:
             (length,) = LENGTH.unpack_from(data, at)
@@ -72,7 +72,7 @@ class Unframer:
             if end > len(data):
                 self._wanted = end - at
                 break
-            bodies.append(bytes(memoryview(data)[at + LENGTH.size : end]))
+            bodies.append(bytes(view[at + LENGTH.size : end]))
             at = end
         self._rest += data[at:]
         return bodies

@@ -401,7 +401,7 @@ class Trajectory(Record, frozen=True):
     @property
     def interrupted(self) -> int:
         """Number of weight updates that interrupted its segments, summed."""
-        return sum(segment.interrupted for segment in self.segments)
+        return sum([segment.interrupted for segment in self.segments])
 
     @property
     def reward(self) -> float:

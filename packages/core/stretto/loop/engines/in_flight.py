@@ -129,7 +129,7 @@ class GroupInFlight:
         """Number of sampled tokens, if all completions have ended; else 0: an engine counts the tokens of an unfinished
         request as wasted when it is aborted."""
         ended = self.judging or (bool(self.members) and self.ended.keys() >= set(self.members))
-        return sum(completion.segment.length for completion in self.ended.values()) if ended else 0
+        return sum([completion.segment.length for completion in self.ended.values()]) if ended else 0
 
     def known(self, member: int) -> int:
         """Number of journaled tokens of a member."""
@@ -241,7 +241,7 @@ class InFlight:
         unknown id. (The engines count those of aborted requests.)"""
         turns = self._turns.pop(id, {})
         groups = {one: group for one in (id, *turns) if (group := self._groups.pop(one, None)) is not None}
-        ended = {one: group.whole for one, group in groups.items() if group.whole}
+        ended = {one: whole for one, group in groups.items() if (whole := group.whole)}
         return max(0, sum((turns | ended).values()) - kept)
 
     def sampled(self, id: str) -> int:

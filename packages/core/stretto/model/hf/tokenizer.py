@@ -297,7 +297,7 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens except `kept` ones."""
-        if self._kept.isdisjoint(ids):
+        if not self._kept or self._kept.isdisjoint(ids):  # the latter looks at every id
             return self._backend.decode(ids, skip_special_tokens=True)
         return self.spell([token for token in ids if token not in self.special_token_ids])
 
