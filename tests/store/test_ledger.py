@@ -175,7 +175,7 @@ def test_rows_wait_for_a_fact_that_cannot_be_written(path: Path, make: Make) -> 
 
 def test_many_payloads_do_not_wait_for_the_next_second(path: Path, make: Make) -> None:
     ledger, told = Ledger(path, StoreConfig(flush_seconds=60)), []
-    for megabytes in (1, 4):
+    for megabytes in (1, 32):
         name = f"0.{megabytes}.0"
         buffered(ledger, make.group(name, replace(make.trajectory(name), text="x" * (megabytes << 20))))
         ledger.relieve()

@@ -59,7 +59,7 @@ from stretto.store.totals import OnRecord
 
 Value = TypeVar("Value")
 
-_HEAVY = 4 << 20  # bytes
+_HEAVY = 32 << 20  # bytes: with less, SQLite waits for the disk more often than it computes
 _INSERT_GROUP = "INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)"
 _INSERT_PAYLOAD = "INSERT OR IGNORE INTO payloads VALUES (?, ?)"
 _INSERT_STEP = "INSERT INTO steps VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
@@ -366,7 +366,7 @@ class Ledger:
         self._weight = 0
 
     def relieve(self) -> None:
-        """Flush if the buffered payloads have 4 MiB or more. To be called when a group has ended and all that belongs
+        """Flush if the buffered payloads have 32 MiB or more. To be called when a group has ended and all that belongs
         to its end was said: with thousands that end together, memory would grow, and be cold when it is written."""
         if self._weight >= _HEAVY:
             self.flush()
