@@ -2,6 +2,7 @@
 of a character; with what is pending, they are the text so far.
 """
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
 
+from stretto.core.columns import pack, view_of_ids
 from stretto.engine.text import NO_CHARACTER, RunningText
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from tests.engine.byte_policy import VOCABULARY
@@ -78,3 +81,22 @@ def test_with_what_is_pending_the_pieces_are_the_text_so_far(tokenizer: Tokenize
         told += pieces.push([token])
         assert told + pieces.pending == tokenizer.decode(tokens[:count])
         assert set(pieces.pending) <= {NO_CHARACTER}
+
+
+@pytest.mark.parametrize("kept", [frozenset(), frozenset({"<think>"})], ids=["none kept", "one kept"])
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback", "fused"])
+@given(ids=st.lists(st.integers(0, 300) | st.integers(256, 280), max_size=30))
+def test_packed_ids_have_the_text_of_their_numbers(kind: str, kept: frozenset[str], ids: list[int]) -> None:
+    """Also ids beyond the vocabulary, which a padded model may sample, and tokens that are no bytes of the decoder."""
+    tokenizer = packed_reader(kind, kept)
+    assert tokenizer.decode(view_of_ids(pack(ids, ()), len(ids))) == tokenizer.decode(ids)
+
+
+@functools.cache
+def packed_reader(kind: str, kept: frozenset[str]) -> Tokenizer:
+    backend = Backend.from_str(KINDS.get(kind, KINDS["byte level"])[0]._backend.to_str())
+    if kind == "fused":
+        backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken("<think>", special=True)])
+    backend.add_tokens([AddedToken("a b"), AddedToken("ĠĊ€")])
+    return Tokenizer("here", (), PreTrainedTokenizerFast(tokenizer_object=backend), backend, kept=kept)

@@ -45,6 +45,7 @@ from stretto_report.audit.check import check_run
 from stretto_report.audit.history import read_history
 from tests.faults.engines import CompanyMatters, Engines
 from tests.faults.schedule import Schedule
+from tests.store.make import spelled
 
 _VIRTUAL_SECONDS = 5_000.0
 
@@ -239,7 +240,7 @@ async def _conduct(world: World) -> bool:
         else None
     )
     in_flight = InFlight(engines, ledger, restored) if rounds is None else InFlight(rounds, journal=None)
-    workflow = SingleTurn(in_flight.generate, engines.score, str, Sampling(max_tokens=16))
+    workflow = SingleTurn(in_flight.generate, engines.score, spelled, Sampling(max_tokens=16))
     toys = Toys(world, chance, ledger, weights, version)
     conductor = Conductor(
         controller=controller,

@@ -33,7 +33,7 @@ from stretto.store.ledger.reading import read_unfinished
 from stretto.store.run_folder import RunFolder
 from stretto.store.totals import Totals
 from stretto.trainer.config import TrainerConfig
-from tests.store.make import RIGHT, WRONG, completion, prompts, sampled
+from tests.store.make import RIGHT, WRONG, completion, prompts, sampled, spelled
 
 PROMPTS = prompts(20)
 OUTCOMES = (RIGHT, WRONG)
@@ -189,7 +189,7 @@ class Stage(SilentReporter):
         self.ledger.watch("standing", controller.state)
         conductor = Conductor(
             controller=controller,
-            workflow=SingleTurn(in_flight.generate, score, str, Sampling(max_tokens=4)),
+            workflow=SingleTurn(in_flight.generate, score, spelled, Sampling(max_tokens=4)),
             engines=cast(EnginePool, self.fleet),
             trainer=link,
             in_flight=in_flight,

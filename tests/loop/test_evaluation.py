@@ -19,7 +19,7 @@ from stretto.core.records import Completion, GenerateRequest, Outcome, Prompt, S
 from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.evaluation import Evaluation, QuestionResult, interval, majority, pass_at, sizes
 from stretto.store.series.metrics import SampledCompletion
-from tests.store.make import RIGHT, WRONG, completion, prompts
+from tests.store.make import RIGHT, WRONG, completion, prompts, spelled
 
 PROMPTS = [msgspec.structs.replace(prompt, id=f"h{prompt.id}") for prompt in prompts(4)]
 VERDICTS = {"0": RIGHT, "1": WRONG, "2": Verdict(outcome=Outcome.UNDECIDED, reward=None, reason="timeout"), "3": RIGHT}
@@ -48,7 +48,7 @@ async def score(prompt: str, completions: Sequence[str], answer: str) -> Sequenc
 
 def test_the_completions_are_kept_with_prompt_and_verdict_under_the_evaluations_version() -> None:
     kept: list[SampledCompletion] = []
-    evaluator = Evaluator(PROMPTS, Sampling(max_tokens=3), 7, Engine().generate, score, str, keep=kept.extend)
+    evaluator = Evaluator(PROMPTS, Sampling(max_tokens=3), 7, Engine().generate, score, spelled, keep=kept.extend)
     asyncio.run(evaluator())
     assert [(s.prompt_id, s.prompt, s.answer, s.outcome.value, s.version) for s in kept] == [
         ("h0", "0?", "0", "right", 5),
@@ -60,7 +60,7 @@ def test_the_completions_are_kept_with_prompt_and_verdict_under_the_evaluations_
 
 
 def evaluated(engine: Engine, seed: int = 7) -> Evaluation:
-    evaluator = Evaluator(PROMPTS, Sampling(max_tokens=3), seed, engine.generate, score, str)
+    evaluator = Evaluator(PROMPTS, Sampling(max_tokens=3), seed, engine.generate, score, spelled)
     return asyncio.run(evaluator())
 
 
@@ -99,7 +99,7 @@ async def test_the_first_portion_that_fails_ends_the_others() -> None:
 
     prompts = [Prompt(id=str(i), token_ids=(i,), text="?", answer="0") for i in range(3 * 64)]
     with pytest.raises(DeadlineExceeded, match="the next answer"):
-        await Evaluator(prompts, Sampling(max_tokens=3), 7, generate, score, str)()
+        await Evaluator(prompts, Sampling(max_tokens=3), 7, generate, score, spelled)()
     assert generating == []
 
 
@@ -163,7 +163,7 @@ def test_several_completions_of_each_question_give_avg_pass_at_and_majority() ->
 def test_the_first_completion_of_a_prompt_is_the_one_of_an_evaluation_with_a_single_one() -> None:
     one, several = Engine(), Drawing()
     evaluated(one)
-    many = Evaluator(PROMPTS, Sampling(max_tokens=3), 7, several.generate, score_lengths, str, samples=3)
+    many = Evaluator(PROMPTS, Sampling(max_tokens=3), 7, several.generate, score_lengths, spelled, samples=3)
     asyncio.run(many())
     assert [request.seeds[0] for request in several.asked] == [seeds[0] for seeds in one.seeds.values()]
 

@@ -27,6 +27,11 @@ PROMPT = Prompt(id="17", token_ids=(5, 12, 8, 13), text="3+8=", answer="11")
 RIGHT, WRONG = Verdict(outcome=Outcome.RIGHT, reward=1.0), Verdict(outcome=Outcome.WRONG, reward=0.0)
 
 
+def spelled(ids: Sequence[int]) -> str:
+    """Text of token ids, packed or not, for what needs a detokenizer."""
+    return str(tuple(ids))
+
+
 def prompts(count: int) -> list[Prompt]:
     return [Prompt(id=str(at), token_ids=(at,), text=f"{at}?", answer=str(at)) for at in range(count)]
 

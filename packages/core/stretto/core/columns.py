@@ -52,6 +52,11 @@ def ids_of(columns: bytes, length: int) -> tuple[int, ...]:
     return tuple(memoryview(columns)[: _ID * length].cast("i"))
 
 
+def view_of_ids(columns: bytes, length: int) -> memoryview:
+    """The token ids of packed `columns` of `length` tokens as they lie there: a sequence that is not unpacked."""
+    return memoryview(columns)[: _ID * length].cast("i")
+
+
 def logprobs_of(columns: bytes, length: int) -> tuple[float, ...]:
     """Unpack the log-probabilities (nats) from packed `columns` of `length` tokens; empty if the tokens are given, not
     sampled."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from stretto.core.columns import view_of_ids
 from stretto.core.records import Completion, GenerateRequest, Prompt, Sampling, Trajectory, Verdict, trajectory_id
 from stretto.rollout.controller import Ticket
 from stretto_verify.thoughts import with_opening
@@ -12,7 +13,7 @@ from stretto_verify.thoughts import with_opening
 #: Judges completions: called with prompt, completions and gold answer, returns one verdict per completion, in order.
 #: An undecided verdict is returned, not raised.
 Score = Callable[[str, Sequence[str], str], Awaitable[Sequence[Verdict]]]
-#: Decodes token ids to text, without special tokens other than those that mark thoughts.
+#: Decodes token ids to text, without special tokens other than those that mark thoughts. The ids may be packed.
 Detokenize = Callable[[Sequence[int]], str]
 
 
@@ -49,7 +50,8 @@ async def judge(
     If the prompt opens a thought, its opening mark is put before each text that `score` gets; the trajectories' texts
     are without it.
     """
-    texts = [detokenize(completion.token_ids) for completion in completions]
+    segments = [completion.segment for completion in completions]
+    texts = [detokenize(view_of_ids(segment.columns, segment.length)) for segment in segments]
     verdicts = await score(prompt.text, [with_opening(text, prompt.opens) for text in texts], prompt.answer)
     return [
         Trajectory(

@@ -20,6 +20,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -111,6 +113,38 @@ def _read(mark: re.Match[str]) -> str:
 
 
 _JOINING = (decoders.ByteLevel, decoders.Fuse)  # they treat the first token of a text like any other
+
+
+#: The byte that each character of a token of a `decoders.ByteLevel` stands for (GPT-2's encoder, turned round).
+_PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_REST = [byte for byte in range(256) if byte not in _PRINTED]
+_BYTES = {byte: byte for byte in _PRINTED} | {256 + at: byte for at, byte in enumerate(_REST)}
+_ALPHABET = frozenset(map(chr, _BYTES))
+
+
+def _bytes_of(token: str) -> bytes:
+    """Bytes of a token as `decoders.ByteLevel` reads it; one with another character stands for itself."""
+    return token.translate(_BYTES).encode("latin-1") if _ALPHABET.issuperset(token) else token.encode()
+
+
+class _Spelled:
+    """The bytes of all tokens, one token after the other, by whose places text is gathered. `tokens`: their bytes, by
+    id; ids beyond have no text."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self._sizes = np.array([*map(len, tokens), 0])
+        self._starts = self._sizes.cumsum() - self._sizes
+        self._bytes = np.frombuffer(b"".join(tokens) or b"\0", np.uint8)
+
+    def text(self, ids: NDArray[np.int32]) -> str:
+        """The text of these tokens; what is no character reads as U+FFFD."""
+        if not len(ids):
+            return ""
+        known = np.minimum(ids.view(np.uint32), len(self._sizes) - 1)
+        sizes = self._sizes[known]
+        ends = sizes.cumsum()
+        places = np.arange(ends[-1]) + np.repeat(self._starts[known] - ends + sizes, sizes)
+        return self._bytes[places].tobytes().decode(errors="replace")
 
 
 @dataclass(frozen=True)
@@ -296,10 +330,23 @@ class Tokenizer:
         return backend.to_str()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, without special tokens except `kept` ones."""
+        """Return the text of `ids`, without special tokens except `kept` ones. Packed ids (a `memoryview` of int32) of
+        most models become text without a number of Python for each token."""
+        if isinstance(ids, memoryview):
+            return self.decode(ids.tolist()) if self._spelled is None else self._spelled.text(np.asarray(ids))
         if not self._kept or self._kept.isdisjoint(ids):  # the latter looks at every id
             return self._backend.decode(ids, skip_special_tokens=True)
         return self.spell([token for token in ids if token not in self.special_token_ids])
+
+    @cached_property
+    def _spelled(self) -> _Spelled | None:
+        """The bytes of every token, for `decode`; None if the texts of tokens cannot simply be joined."""
+        if not self._joins_texts:
+            return None
+        backend, dropped = self._backend, self.special_token_ids
+        texts = [backend.id_to_token(token) or "" for token in range(max(self.vocabulary.values(), default=0) + 1)]
+        as_bytes = _bytes_of if isinstance(backend.decoder, decoders.ByteLevel) else str.encode
+        return _Spelled([b"" if token in dropped else as_bytes(text) for token, text in enumerate(texts)])
 
     def text_of(self, token: int) -> str | None:
         """Return the text of a single token as `decode` does, if the texts of tokens can simply be joined to the text
