@@ -15,7 +15,8 @@ import httpx
 import numpy as np
 
 from stretto.engine.config import EngineConfig
-from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
+from stretto.engine.http.lifecycle import GracefulServer, run_app
+from stretto.processes.http.reach import bind
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.wire import schema

@@ -12,13 +12,13 @@ import msgspec
 
 from stretto.core.forest import Tokens
 from stretto.core.records import Prompt, Verdict
-from stretto.engine.http.lifecycle import bind
 from stretto.launch.preflight.checks import longest_prompt_allowed
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.extensions import AgentConfig
 from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.processes.http.asgi import HostNames, is_loopback
+from stretto.processes.http.reach import bind
 from stretto.rollout.single_turn import Score
 from stretto.store.run_folder import RunFolder
 from stretto_gateway.agents.groups import AgentGroups, AgentServices, WaitingSessions
@@ -54,7 +54,7 @@ class RunGateway:
             RecipeError: the address cannot be bound, or is reachable from the network without a key.
         """
         config, key = self._plan.recipe.gateway, os.environ.get(KEY, "")
-        bound = bind(config.host, config.port, "gateway.port")
+        bound = bind(config.host, config.port, f"gateway.port: {config.host}:{config.port}")
         check_reach(bound, key or None, "gateway.host")
         names = HostNames(config.host, loopback=True) if is_loopback(bound) else None
         app = GatewayApp(self._table, self._host, self._model, operator_key=key, names=names)
@@ -119,5 +119,5 @@ def check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
     check_agent(recipe.workflow, tokenizer, tokenizer.place)
     config, key = recipe.gateway, os.environ.get(KEY) or None
     check_key(key, KEY)
-    with bind(config.host, config.port, "gateway.port") as bound:
+    with bind(config.host, config.port, f"gateway.port: {config.host}:{config.port}") as bound:
         check_reach(bound, key, "gateway.host")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import ipaddress
-
 from stretto.core.errors import Problem, RecipeError
 from stretto.launch.recipe.recipe import Recipe
+from stretto.processes.http.asgi import is_loopback
 from stretto.processes.http.reach import unreachable
 from stretto.processes.http.tls import server_context
 from stretto_cluster.address import bound
@@ -59,5 +58,4 @@ def check_ray(recipe: Recipe) -> None:
 
 def _is_loopback(listen: str) -> bool:
     with bound(listen) as reserved:
-        host: str = reserved.getsockname()[0]
-    return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        return is_loopback(reserved)

@@ -29,6 +29,7 @@ from stretto.processes.http.asgi import (
     reply,
     unless_gone,
 )
+from stretto.processes.http.reach import url_of
 from stretto.processes.http.server import HttpServer, settings_of
 from stretto_gateway.dialects.dialect import Dialect, TokenCount, refusal
 from stretto_gateway.dialects.openai import ChoiceDialect
@@ -353,10 +354,9 @@ async def serving_beside(app: ASGIApp, bound: socket.socket) -> AsyncIterator[st
     )
     server = HttpServer(settings, patience=_IDLE_SECONDS, signals=False)
     bound.listen(_BACKLOG)
-    host, port = bound.getsockname()[:2]
     serving = asyncio.create_task(server.serve([bound]))
     try:
-        yield f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        yield url_of(*bound.getsockname()[:2])
     finally:
         server.should_exit = True
         await serving  # it has a deadline of its own for open requests

@@ -8,10 +8,10 @@ import shutil
 import socket
 import subprocess
 import sys
-from ipaddress import ip_address
 
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, WorkflowError
 from stretto.launch.recipe.extensions import AgentConfig
+from stretto.processes.http.asgi import is_loopback
 from stretto_workflows.chat.bridge import ChatTemplate
 
 _IMPORT_SECONDS = 60.0
@@ -37,10 +37,9 @@ def check_reach(bound: socket.socket, api_key: str | None, place: str) -> None:
     Raises:
         RecipeError: no key is set; the socket has been closed.
     """
-    host = bound.getsockname()[0]
-    if api_key is None and not ip_address(host).is_loopback:
+    if api_key is None and not is_loopback(bound):
+        found = f"{bound.getsockname()[0]} lets other machines open sessions without a key"
         bound.close()
-        found = f"{host} lets other machines open sessions without a key"
         raise RecipeError([Problem(place, found, f"give --api-key or {KEY}, or listen on 127.0.0.1")])
 
 

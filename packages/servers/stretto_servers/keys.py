@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
 import subprocess
@@ -17,6 +16,7 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.model.attention_support import windows
 from stretto.model.hf.inspection import ModelFolder
 from stretto.model.hf.tokenizer import Tokenizer
+from stretto.processes.http.reach import names_loopback
 from stretto_servers.checks import check_running_servers
 
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
@@ -69,7 +69,7 @@ def _keys(recipe: Recipe, make: Capabilities) -> Iterator[Problem]:
             yield Problem("engine.addresses", found, "leave out [cluster], or engine.addresses and give engine.python")
     yield from _addresses(config)
     if recipe.weights.medium == "broadcast" and not recipe.cluster.trusted_network:
-        for address in (one for one in config.addresses if not _is_here(one)):
+        for address in (one for one in config.addresses if not names_loopback(one.rpartition(":")[0].strip("[]"))):
             found = f"false, and weights go to {address} by a collective, which knows neither key nor encryption"
             remedy = "true says that nobody else is on their network (docs/how_to/cluster.md)"
             yield Problem("cluster.trusted_network", found, remedy)
@@ -100,14 +100,6 @@ def _addresses(config: EngineConfig) -> Iterator[Problem]:
     if config.addresses and config.count != len(config.addresses):
         found = f"{config.count}, and engine.addresses has {len(config.addresses)}"
         yield Problem("engine.count", found, "leave it out: each address is one engine")
-
-
-def _is_here(address: str) -> bool:
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _interpreter(config: EngineConfig, make: Capabilities) -> Iterator[Problem]:

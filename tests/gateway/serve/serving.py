@@ -13,11 +13,12 @@ from typing import Any
 import httpx
 
 from stretto.engine.config import EngineConfig
-from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
+from stretto.engine.http.lifecycle import GracefulServer, run_app
 from stretto.engine.http.server import EngineApp
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation, SharedGeneration
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.processes.http.reach import bind
 from stretto_app.extensions.commands.serve import rule_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.serve.app import ServeApp

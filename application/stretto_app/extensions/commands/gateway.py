@@ -14,7 +14,7 @@ from stretto.core.errors import EngineLost, Problem, RunFolderError
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Completion, GenerateRequest, Segment
 from stretto.engine.config import EngineConfig, capabilities_of
-from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
+from stretto.engine.http.lifecycle import GracefulServer, run_app
 from stretto.engine.native.scheduler import longest_row_of
 from stretto.engine.wire import socket_folder
 from stretto.launch.preflight.checks import check_engine_keys, check_of_servers
@@ -24,6 +24,7 @@ from stretto.model.hf.inspection import ModelFolder, inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes import event_loop
 from stretto.processes.http.asgi import HostNames, is_loopback
+from stretto.processes.http.reach import bind, url_of
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.store import lock
@@ -164,7 +165,7 @@ def gateway(
     served = session_model(name or base.path.name, tokenizer, context, grammars=not unserved, chosen=chosen)
     probe = [tokenizer.encode_chat(_PROBE)] if recipe.engine.addresses else []
     check_of_servers("check_servers", recipe, base, tokenizer, probe)
-    bound = bind(host, port, "--port")
+    bound = bind(host, port, f"--port: {host}:{port}")
     check_reach(bound, api_key, "--host")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,8 +215,7 @@ async def _serve(
         )  # `stopped` handles signals, also while the engines start
         stopped.call(partial(server.handle_exit, signal.SIGTERM, None))
         bound.listen()  # from here on connections wait instead of being refused
-        host, port = bound.getsockname()[:2]
-        say(f"gateway at http://{f'[{host}]' if ':' in host else host}:{port}")
+        say(f"gateway at {url_of(*bound.getsockname()[:2])}")
         await run_app(server, [bound], turns.run)
     finally:
         await engines.stop(_STOP_SECONDS)

@@ -14,7 +14,7 @@ import torch
 from stretto.core.errors import Problem, RecipeError
 from stretto.core.records import Sampling
 from stretto.engine.config import EngineConfig
-from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
+from stretto.engine.http.lifecycle import GracefulServer, run_app
 from stretto.engine.http.server import EngineApp
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import SharedGeneration
@@ -26,6 +26,7 @@ from stretto.model.hf.inspection import ModelFolder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes import event_loop
 from stretto.processes.http.asgi import HostNames, is_loopback
+from stretto.processes.http.reach import bind, url_of
 from stretto_app.extensions.preflight.embedded import check_embedded, seat_alone
 from stretto_gateway.checks import check_key
 from stretto_gateway.model import ServedModel
@@ -110,7 +111,7 @@ def serve(
     check_key(api_key, "--api-key")
     folder = inspect_model_folder(model)
     tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens)
-    bound = bind(host, port, "--port")
+    bound = bind(host, port, f"--port: {host}:{port}")
     torch.set_num_threads(config.threads)
     take_gpu(recipe, folder)
     engine = NativeEngine.load(model, config)
@@ -123,13 +124,12 @@ def serve(
     server = GracefulServer(app, generation, patience=PATIENCE_SECONDS)
     allow_many_connections()
     bound.listen()  # from here on connections wait instead of being refused
-    shown = f"[{host}]" if ":" in host else host
     whole = "" if context == folder.context_length else f" of {folder.context_length:,} (engine.cache_gib)"
     about = f"{folder.parameters:,} parameters, context {context:,}{whole}, {config.dtype}"
     say_aloud(f"{served.name}: {folder.architecture}, {about}")
     if api_key is None and not is_loopback(bound):
         say_aloud("warning: other machines may use this server without a key; give --api-key (docs/how_to/gateway.md)")
-    say_aloud(f"serving at http://{shown}:{bound.getsockname()[1]}/v1")
+    say_aloud(f"serving at {url_of(host, bound.getsockname()[1])}/v1")
     event_loop.run(run_app(server, [bound], generation.run))
 
 

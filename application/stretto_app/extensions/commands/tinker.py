@@ -9,9 +9,10 @@ from pathlib import Path
 import torch
 
 from stretto.core.errors import Problem, RecipeError
-from stretto.engine.http.lifecycle import GracefulServer, bind, run_app
+from stretto.engine.http.lifecycle import GracefulServer, run_app
 from stretto.processes import event_loop
 from stretto.processes.http.asgi import HostNames, is_loopback
+from stretto.processes.http.reach import bind, url_of
 from stretto_app.extensions.commands.serve import allow_many_connections, recipe_of_engines, say_aloud
 from stretto_app.extensions.preflight.embedded import check_embedded
 from stretto_tinker.compute.base import LocalBackend
@@ -58,7 +59,7 @@ def tinker(
     check_embedded(recipe.engine)
     if wrong := [key for key in keys if not key.startswith(_PREFIX) or not key.isascii() or not key.isprintable()]:
         raise RecipeError([Problem("--key", f"{wrong[0][:8]!r}...", f"the SDK sends keys that begin with {_PREFIX!r}")])
-    bound = bind(host, port, "--port")
+    bound = bind(host, port, f"--port: {host}:{port}")
     torch.set_num_threads(recipe.engine.threads)
     tokens, memory = recipe.trainer.micro_batch_tokens, None if models_gib is None else int(models_gib * 2**30)
     backend = LocalBackend(model, name or str(model.resolve()), recipe.engine, tokens, memory)
@@ -67,15 +68,13 @@ def tinker(
     http = GracefulServer(server.app, server, patience=_PATIENCE_SECONDS)
     allow_many_connections()
     bound.listen()  # from here on connections wait instead of being refused
-    shown = f"[{host}]" if ":" in host else host
     say_aloud(f"{backend.name}: {backend.architecture}, {backend.parameters:,} parameters, context {backend.context:,}")
     say_aloud(f"models in training: at most {backend.models_bytes / 2**30:.1f} GiB in memory (--models-gib)")
     say_aloud(f"computes with {recipe.engine.threads} of {os.cpu_count()} cores (engine.threads)")
     if not keys and not is_loopback(bound):
         say_aloud("warning: other machines may use this server with any key; give --key (docs/how_to/tinker.md)")
-    say_aloud(
-        f"export TINKER_BASE_URL=http://{shown}:{bound.getsockname()[1]} TINKER_API_KEY={keys[0] if keys else 'tml-me'}"
-    )
+    at = url_of(host, bound.getsockname()[1])
+    say_aloud(f"export TINKER_BASE_URL={at} TINKER_API_KEY={keys[0] if keys else 'tml-me'}")
     try:
         event_loop.run(run_app(http, [bound], server.run))
     finally:

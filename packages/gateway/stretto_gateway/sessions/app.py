@@ -26,7 +26,8 @@ from msgspec import UNSET, Meta
 from starlette.types import Scope
 
 from stretto.core.errors import RefusedRequest
-from stretto.processes.http.asgi import LOOPBACK, HostNames, has_gone, header, own_address, parse_record
+from stretto.processes.http.asgi import LOOPBACK, HostNames, has_gone, header, parse_record
+from stretto.processes.http.reach import url_of
 from stretto.processes.http.server import admit
 from stretto_gateway.app import ChatExchange, ChatServer, Handler, sent_key, unknown_key
 from stretto_gateway.dialects.chat import ChatDialect
@@ -115,7 +116,8 @@ class GatewayApp(ChatServer):
             return
         session = await self._host.open(body.task)
         self.sessions.add(session)
-        await call.show(opened(session, own_address(call.scope)))
+        host, port = call.scope["server"]
+        await call.show(opened(session, url_of(host, port, call.scope["scheme"])))
 
     async def _control(self, id: str, what: str, call: ChatExchange) -> None:
         session = self._controlled(id, call.key)

@@ -20,6 +20,7 @@ from stretto.core.errors import UNREADABLE, DeadlineExceeded, RoleDied, describe
 from stretto.core.tasks import cancel_and_wait
 from stretto.doors.loading import is_own
 from stretto.launch.recipe.extensions import OutletsConfig
+from stretto.processes.http.reach import url_of
 from stretto.processes.role import RoleProcess
 from stretto.processes.supervisor import RestartBudget, Supervisor
 from stretto.store.run_folder import RunFolder
@@ -234,5 +235,4 @@ def _destination(tool: str, config: OutletsConfig, run: Path, environment: Mappi
             return f"project {config.project} at {where}"
         case _ if is_own(tool):
             return f"as {tool} does, project {config.project}"
-    host = f"[{config.prometheus_host}]" if ":" in config.prometheus_host else config.prometheus_host
-    return f"http://{host}:{config.prometheus_port}/metrics"
+    return f"{url_of(config.prometheus_host, config.prometheus_port)}/metrics"

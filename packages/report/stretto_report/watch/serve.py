@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import html
-import ipaddress
 import secrets
-import socket
 import tempfile
 import webbrowser
 from collections.abc import Callable, Sequence
@@ -16,6 +14,7 @@ from types import FrameType
 
 from stretto.core.errors import Problem, RunFolderError
 from stretto.processes.http.asgi import HostNames
+from stretto.processes.http.reach import bind, names_loopback, url_of
 from stretto.processes.http.server import HttpServer, settings_of
 from stretto.store.run_folder import why_no_folder
 from stretto_report.watch.runs.catalog import Catalog, is_run
@@ -61,16 +60,15 @@ def watch(
         RunFolderError: a folder is missing, the address cannot be bound, the token cannot be part of an address, a
             password is needed and is missing or too short, or the folder for replays is in a run or cannot be created.
     """
-    loopback = _is_loopback(host)
+    loopback = names_loopback(host)
     secret = _secret(host, loopback, token, password)
     _check_folders(folders)
     if replays is not None:
         replays = _folder_of_replays(replays)
         folders = [*folders, replays]
-    bound = _bind(host, port)
+    bound = bind(host, port, f"--host {host} --port {port}", RunFolderError)
     port = bound.getsockname()[1]
-    name = "127.0.0.1" if host in ("", "0.0.0.0") else host
-    shown = f"http://[{name}]:{port}/" if ":" in name else f"http://{name}:{port}/"
+    shown = f"{url_of('127.0.0.1' if host in ('', '0.0.0.0') else host, port)}/"
     address = f"{shown}?token={secret}" if loopback else shown
     dashboard = Dashboard(Catalog(folders), Replays(replays))
     app = Guard(dashboard.app(), secret, port, HostNames(host, loopback=loopback))
@@ -101,13 +99,6 @@ def _way(folder: Path, address: str) -> Path:
     page.touch(mode=0o600)
     page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')
     return page
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def _secret(host: str, loopback: bool, token: str | None, password: str | None) -> str:
@@ -143,19 +134,3 @@ def _folder_of_replays(folder: Path) -> Path:
     except OSError as error:
         raise RunFolderError([Problem(f"--replays {folder}", error.strerror or str(error), "give a folder")]) from error
     return folder
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    place = f"--host {host} --port {port}"
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:
-        raise RunFolderError([Problem(place, str(error), "give an address of this machine")]) from None
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise RunFolderError([Problem(place, error.strerror or str(error), "choose a free port")]) from None
-    return bound

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from starlette.responses import Response
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded
 from stretto.processes.http.asgi import read_body
+from stretto.processes.http.reach import names_loopback
 from stretto_tinker.wire.bodies import parse
 
 JSON, PROTO = "application/json", "application/x-protobuf"
@@ -43,11 +43,7 @@ class Call:
     @property
     def near(self) -> bool:
         """Whether the request comes from a loopback address."""
-        client = self.request.client
-        try:
-            return client is not None and ipaddress.ip_address(client.host).is_loopback
-        except ValueError:
-            return False
+        return (client := self.request.client) is not None and names_loopback(client.host)
 
     def path(self, name: str) -> str:
         """Value of the parameter `name` in the request's path."""

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
-from stretto.core.errors import Problem, RecipeError
 from stretto.processes.http.server import STRANGERS, HttpServer, settings_of
 from stretto.processes.http.tls import server_context
 
@@ -105,24 +104,6 @@ async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, r
     if not steps.cancelled():
         steps.result()
     serving.result()
-
-
-def bind(host: str, port: int, place: str) -> socket.socket:
-    """A TCP socket bound to an address of this machine; port 0 takes a free port. `place`: the setting that gives the
-    address, for the error. Raises RecipeError if the address is not available."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except (OSError, UnicodeError) as error:
-        raise RecipeError([Problem(f"{place}: {host}:{port}", str(error), "give an address of this machine")]) from None
-    bound = socket.socket(family, kind, protocol)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        found = error.strerror or str(error)
-        raise RecipeError([Problem(f"{place}: {host}:{port}", found, "choose a free port")]) from None
-    return bound
 
 
 def _config(app: ASGIApp, keep_alive_seconds: int, unix_path: str | None) -> uvicorn.Config:

@@ -27,7 +27,7 @@ from stretto.core.events import Span
 from stretto.core.frames import LARGEST_FRAME
 from stretto.core.records import GenerateRequest, Partials
 from stretto.engine.backend import Backend
-from stretto.engine.http.lifecycle import Run, bind, run_app, server_of
+from stretto.engine.http.lifecycle import Run, run_app, server_of
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Generation
 from stretto.engine.wire import (
@@ -52,6 +52,7 @@ from stretto.processes.http.asgi import (
     unless_gone,
     when_gone,
 )
+from stretto.processes.http.reach import bind
 from stretto.processes.http.server import admit
 from stretto.processes.tree import resident_bytes
 from stretto.weights.mailbox import Subscriber
@@ -224,7 +225,7 @@ async def serve_app(app: EngineApp, listen: str, run: Run, tls: str = "") -> Non
     if unix_path is not None:
         await run_app(server_of(app, unix_path), None, run)
     else:
-        bound = bind(host, port, "engine.base_port")
+        bound = bind(host, port, f"engine.base_port: {host}:{port}")
         asked = OwnNames(app, HostNames(host, loopback=True)) if is_loopback(bound) and not app.has_key else app
         await run_app(server_of(asked, tls=tls, has_key=app.has_key), [bound], run)
 

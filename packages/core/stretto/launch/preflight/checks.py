@@ -24,7 +24,6 @@ from stretto.core.errors import (
 from stretto.core.machine import gpus, unusable
 from stretto.doors.loading import check_packages, from_package, is_own
 from stretto.engine.config import MAKES, EngineConfig
-from stretto.engine.http.lifecycle import bind
 from stretto.engine.native.generation import MOST_WAITING
 from stretto.engine.native.scheduler import longest_row_of
 from stretto.launch.recipe.extensions import OUTLETS, OutletsConfig
@@ -35,7 +34,7 @@ from stretto.model.hf.folder import ModelFolder, inspect_model_folder
 from stretto.model.hf.layers import linear_layers
 from stretto.model.hf.skeleton import check_fit, skeleton
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
-from stretto.processes.http.reach import unreachable
+from stretto.processes.http.reach import bind, unreachable
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.judging import PLACE, load_reward
@@ -199,9 +198,10 @@ def check_logging(config: OutletsConfig) -> None:
         for tool in config.to
         if not is_own(tool) and not is_installed(tool)
     ]
-    if config.prometheus_port is not None:
+    if (port := config.prometheus_port) is not None:
         try:
-            bind(config.prometheus_host, config.prometheus_port, "logging.prometheus_port").close()
+            host = config.prometheus_host
+            bind(host, port, f"logging.prometheus_port: {host}:{port}").close()
         except RecipeError as error:
             problems += error.problems
     if problems:

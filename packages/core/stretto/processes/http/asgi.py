@@ -295,12 +295,6 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
-def own_address(scope: Scope) -> str:
-    """Address at which a request reached this server, as ``http://host:port``."""
-    host, port = scope["server"]
-    return f"{scope['scheme']}://{f'[{host}]' if ':' in host else host}:{port}"
-
-
 class OwnNames:
     """ASGI middleware that refuses requests whose Host is not one of `names`, with status 403 and an error as JSON; all
     others go to `inner`."""

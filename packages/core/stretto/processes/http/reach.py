@@ -1,12 +1,45 @@
-"""Check whether an address accepts connections."""
+"""Addresses: listen at one, write one as a URL, and check whether another accepts connections."""
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import threading
 from urllib.parse import urlsplit
 
+from stretto.core.errors import Problem, RecipeError, UserError
+
 _SECONDS = 5.0
+
+
+def bind(host: str, port: int, place: str, refusal: type[UserError] = RecipeError) -> socket.socket:
+    """A TCP socket bound to an address of this machine; port 0 takes a free port. `place`: the setting with the
+    address, for the error. Raises `refusal` if the address is not available."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise refusal([Problem(place, str(error), "give an address of this machine")]) from None
+    bound = socket.socket(family, kind, protocol)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(address)
+    except OSError as error:
+        bound.close()
+        raise refusal([Problem(place, error.strerror or str(error), "choose a free port")]) from None
+    return bound
+
+
+def names_loopback(host: str) -> bool:
+    """Whether a host, a name or an address, is the loopback interface: localhost, or an address of it."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def url_of(host: str, port: int | None, scheme: str = "http") -> str:
+    """Address as ``http://host:port``, with brackets around an IPv6 host."""
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def unreachable(address: str) -> str:
