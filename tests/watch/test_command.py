@@ -44,7 +44,7 @@ def alarms_of_page(path: Path) -> list[Alarm]:
     run = WatchedRun("id", path, "run", Cache(path.parent / "cache.sqlite"))
     while run.advance(1.0):
         pass
-    return list(run.alarms())
+    return list(run.findings().alarms)
 
 
 def written(path: Path, recipe: Callable[[str], str] = str, **changed: Any) -> Path:

@@ -169,9 +169,9 @@ def test_an_alarm_of_a_running_run_ends_with_it(tmp_path: Path) -> None:
     held = lock.acquire(run.folder)
     while run.advance(1.0):
         pass
-    assert [alarm.name for alarm in run.alarms()] == ["disk_filling"]
+    assert [alarm.name for alarm in run.findings().alarms] == ["disk_filling"]
     os.close(held)
-    assert run.alarms() == []
+    assert run.findings().alarms == []
 
 
 def test_metrics_that_were_written_again_in_place_are_read_again(tmp_path: Path) -> None:

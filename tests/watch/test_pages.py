@@ -86,7 +86,7 @@ def test_a_dead_run_says_the_last_error_of_its_roles_and_raises_an_alarm(tmp_pat
     reason = run.condition().reason
     assert reason.startswith("its process is gone without a word")
     assert reason.endswith("; trainer said last: ValueError: the loss is not finite")
-    dead = run.alarms()[0]
+    dead = run.findings().alarms[0]
     assert (dead.name, dead.message, dead.look, dead.first_step) == ("dead_run", reason, "logs", 2)
     assert [*logs_of(path)] == ["run", "trainer", "rewards-0"]  # the newest first
     (path / "logs" / "trainer.txt").unlink()
@@ -111,7 +111,7 @@ def test_a_dead_run_that_lost_lines_died_at_its_newest_step(tmp_path: Path) -> N
     MetricsLog(path / "metrics.jsonl").append(step_line(2))
     run = WatchedRun("id", path, "run", Cache(tmp_path / "cache"))
     run.advance(10.0)
-    assert [(alarm.name, alarm.first_step) for alarm in run.alarms()] == [("dead_run", 2)]
+    assert [(alarm.name, alarm.first_step) for alarm in run.findings().alarms] == [("dead_run", 2)]
 
 
 def test_the_newest_value_is_the_newest_and_no_mean_of_several_steps(tmp_path: Path) -> None:

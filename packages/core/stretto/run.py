@@ -31,7 +31,7 @@ from stretto.store.ending import condition
 from stretto.store.inspection import Inspection
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineFollower
-from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics, read_metrics
+from stretto.store.series.metrics import METRICS, EvaluationLine, StepMetrics, read_metrics
 
 if TYPE_CHECKING:
     from stretto.launch.recipe.recipe import Recipe
@@ -345,8 +345,7 @@ class _MetricsReader:
     """Reads new training steps from a ``metrics.jsonl`` that grows."""
 
     def __init__(self, path: Path) -> None:
-        decoder: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
-        self._lines = LineFollower(path, decoder, links=True)
+        self._lines = LineFollower(path, METRICS, links=True)
 
     def read(self) -> list[StepMetrics]:
         """Read the steps since the last call, without the other lines; empty if there are none or no file yet. An

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from stretto.core.canary import AGREEING, agreeing, coarser, routes
@@ -29,7 +28,7 @@ from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineFollower
-from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
+from stretto.store.series.metrics import METRICS, EvaluationLine, MetricsLine, StepMetrics
 from stretto_report.audit.evidence import READ, WINDOW, Alarm, Disk, Evidence, apart, measured, newest_mean, numbers_of
 from stretto_report.audit.symptoms import (
     accuracy_falling,
@@ -46,7 +45,6 @@ from stretto_report.audit.symptoms import (
 _IDLE_SECONDS = 10.0
 _ROOM = 1 << 30  # bytes that a disk needs at least
 _LARGEST = 1 << 63  # a number that no column can hold
-_LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 _CUT_OFF = 0.5  # of the completions
 _UNDECIDED = 0.25  # of the completions
 _FEWEST = 8  # undecided completions of an evaluation; fewer may be chance
@@ -319,7 +317,7 @@ def evidence_of(
 
 
 def _readable(metrics: Path) -> list[MetricsLine]:
-    follower, found = LineFollower(metrics, _LINE, links=True), list[MetricsLine]()
+    follower, found = LineFollower(metrics, METRICS, links=True), list[MetricsLine]()
     with suppress(OSError, StoreError):  # no file that can be read
         while follower.more:
             lines, again = follower.read_on()

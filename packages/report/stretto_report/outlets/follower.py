@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -23,12 +23,11 @@ from stretto.core.records import Record
 from stretto.store.files import write_atomically
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineFollower
-from stretto.store.series.metrics import EvaluationLine, MetricsLine, SampledCompletion, StepMetrics
+from stretto.store.series.metrics import METRICS, EvaluationLine, SampledCompletion, StepMetrics
 from stretto_report.audit.alarms import AlarmWatch
 from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.points import MetricsPoint, Value, point_of
-
-_METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
+from stretto_report.reading.series import LinesRead
 
 
 class AlarmFollower:
@@ -37,7 +36,7 @@ class AlarmFollower:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._lines, self._watch = LineFollower(RunFolder(folder).metrics, _METRICS), AlarmWatch(folder)
+        self._lines, self._watch = LineFollower(RunFolder(folder).metrics, METRICS), AlarmWatch(folder)
 
     def new(self, sent: Collection[str]) -> list[Alarm]:
         """Read the new lines, and return the alarms that fire now and whose titles are not in `sent`; empty if there is
@@ -72,22 +71,6 @@ PORTION = 20  #: most points sent at once: few enough that a slow tool replies b
 _LONGEST_TEXT = 20_000  # characters of a text in a table
 
 _SAMPLES = msgspec.json.Decoder(SampledCompletion)
-
-
-class LinesRead(Record, frozen=True):
-    """Position in a file that is read line by line; the fields are those of `LineFollower`, which `of` reads and
-    `restore` sets."""
-
-    identity: tuple[int, int, str]
-    offset: int
-    number: int
-
-    @classmethod
-    def of(cls, lines: LineFollower[Any]) -> LinesRead:
-        return cls(lines.identity, lines.offset, lines.number)
-
-    def restore(self, lines: LineFollower[Any]) -> None:
-        lines.identity, lines.offset, lines.number = self.identity, self.offset, self.number
 
 
 class Cursor(Record, frozen=True):
@@ -167,7 +150,7 @@ class RunFollower:
         run folder. `beat` is called each time the tool has taken a portion of points."""
         run = RunFolder(folder)
         self._outlet, self._path, self._beat = outlet, path, beat
-        self._metrics, self._samples = LineFollower(run.metrics, _METRICS), LineFollower(run.samples, _SAMPLES)
+        self._metrics, self._samples = LineFollower(run.metrics, METRICS), LineFollower(run.samples, _SAMPLES)
         if cursor.metrics is not None:
             cursor.metrics.restore(self._metrics)
         if cursor.samples is not None:

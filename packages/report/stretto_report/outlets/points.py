@@ -15,6 +15,7 @@ import msgspec
 
 from stretto.core.records import Record
 from stretto.store.series.metrics import MetricsLine, SampledCompletion, SetEvaluationLine, StepMetrics
+from stretto_report.reading.series import flat
 
 Value = str | int | float | bool
 
@@ -94,15 +95,8 @@ def newest_steps(found: Iterable[tuple[int, Iterable[str]]]) -> dict[str, int]:
 def flat_recipe(path: Path) -> dict[str, Value]:
     """Read the recipe file `path` with dotted keys: ``{"trainer.steps": 400, ...}``. A list becomes JSON text. Raises
     OSError or ValueError if the file cannot be read."""
-    return dict(_flat(tomllib.loads(path.read_text(encoding="utf-8"))))
-
-
-def _flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Value]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{section}{key}.")
-        else:
-            yield f"{section}{key}", value if isinstance(value, Value) else json.dumps(value, default=str)
+    found = flat(tomllib.loads(path.read_text(encoding="utf-8")))
+    return {key: value if isinstance(value, Value) else json.dumps(value, default=str) for key, value in found.items()}
 
 
 COLUMNS = ("version", "prompt", "completion", "answer", "outcome", "reward", "reason", "versions")

@@ -1,14 +1,16 @@
-"""Time spans of a run's roles, read from ``spans.jsonl``."""
+"""Parts of what readers of run folders share: the spans of roles, positions in files of lines, tables by dotted key."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, Self
 
 import msgspec
 
 from stretto.core.events import Span
-from stretto.store.series.lines import iterate_lines, read_lines
+from stretto.core.records import Record
+from stretto.store.series.lines import LineFollower, iterate_lines, read_lines
 
 _SPANS = msgspec.json.Decoder(Span)
 
@@ -27,6 +29,35 @@ def iterate_spans(path: Path) -> Iterator[Span]:
         StoreError: a complete line cannot be read.
     """
     return iterate_lines(path, _SPANS)
+
+
+class LinesRead(Record, frozen=True):
+    """Position in a file that is read line by line; the fields are those of `LineFollower`, which `of` reads and
+    `restore` sets."""
+
+    identity: tuple[int, int, str]
+    offset: int
+    number: int
+
+    @classmethod
+    def of(cls, lines: LineFollower[Any], *further: Any) -> Self:
+        """Return the position of `lines`. `further`: the other fields of a record that has more."""
+        return cls(lines.identity, lines.offset, lines.number, *further)
+
+    def restore(self, lines: LineFollower[Any]) -> None:
+        lines.identity, lines.offset, lines.number = self.identity, self.offset, self.number
+
+
+def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted key, each key after the prefix `before`.
+
+    >>> flat({"seed": 1, "trainer": {"steps": 600}})
+    {'seed': 1, 'trainer.steps': 600}
+    """
+    found: dict[str, Any] = {}
+    for key, value in recipe.items():
+        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
+    return found
 
 
 def role_rank(role: str) -> tuple[int, str, int]:

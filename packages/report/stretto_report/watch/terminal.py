@@ -13,13 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-import msgspec
-
 from stretto.core.errors import Problem, RunFolderError
 from stretto.store.inspection import CanaryProof
 from stretto.store.run_folder import RunFolder, why_no_folder
 from stretto.store.series.lines import LineFollower
-from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
+from stretto.store.series.metrics import METRICS, EvaluationLine, MetricsLine, StepMetrics
 from stretto_report.audit.alarms import AlarmWatch, last_step_of
 from stretto_report.dashboard.terminal.progress import Display, open_display
 from stretto_report.watch.runs.catalog import Catalog
@@ -27,7 +25,6 @@ from stretto_report.watch.runs.run import WatchedRun
 
 _POLL_SECONDS = 0.5
 _NAMED = 3  # most runs named in the message
-_LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 
 Leaves = Callable[[float], bool]
 
@@ -68,7 +65,7 @@ def _run_of(folders: Sequence[Path]) -> WatchedRun:
 
 
 def _follow(run: WatchedRun, leaves: Leaves) -> None:
-    follower = LineFollower(RunFolder(run.folder).metrics, _LINE)
+    follower = LineFollower(RunFolder(run.folder).metrics, METRICS)
     lines: list[MetricsLine] = []
     while True:  # again if the file was rewritten, because the run was resumed from an earlier step
         recipe, title = run.recipe(), f"stretto: {run.name}"

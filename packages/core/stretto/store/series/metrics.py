@@ -103,7 +103,7 @@ class SetEvaluationLine(EvaluationLine, frozen=True, tag="evaluation_set", tag_f
 
 MetricsLine = StepMetrics | EvaluationLine | SetEvaluationLine
 
-_DECODER: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
+METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)  #: of a line of ``metrics.jsonl``
 
 
 class MetricsLog:
@@ -130,14 +130,14 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
 
 def iterate_metrics(path: Path) -> Iterator[StepMetrics | EvaluationLine]:
     """Yield the lines of `read_metrics` in the order of the file, which is read as it is iterated."""
-    return (line for line in iterate_lines(path, _DECODER) if not isinstance(line, SetEvaluationLine))
+    return (line for line in iterate_lines(path, METRICS) if not isinstance(line, SetEvaluationLine))
 
 
 def read_evaluations(path: Path) -> dict[str, list[EvaluationLine]]:
     """Read all evaluations of a run, in order, by the name of their set of questions; "" is the main set. Sets without
     any have no entry. Raises as `read_lines`."""
     found: dict[str, list[EvaluationLine]] = {}
-    for line in iterate_lines(path, _DECODER):
+    for line in iterate_lines(path, METRICS):
         if isinstance(line, SetEvaluationLine | EvaluationLine):
             found.setdefault(line.name if isinstance(line, SetEvaluationLine) else "", []).append(line)
     return found
@@ -146,7 +146,7 @@ def read_evaluations(path: Path) -> dict[str, list[EvaluationLine]]:
 def rewind_metrics(path: Path, step: int) -> None:
     """Remove the lines of later steps than `step`: the run is resumed after it, and will write them again
     (`keep_lines`). Does nothing without a file."""
-    keep_lines(path, _DECODER, lambda line: line.step <= step)
+    keep_lines(path, METRICS, lambda line: line.step <= step)
 
 
 class SampledCompletion(Record, frozen=True):

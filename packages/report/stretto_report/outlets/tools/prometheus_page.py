@@ -48,8 +48,7 @@ class PrometheusPage:
         self._name, self._lock = about.name, threading.Lock()
         self._values: dict[Series, float] = {}
         self._server = _Server(self, host, port)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._server.serve_forever, name="prometheus", daemon=True).start()
 
     def send(self, points: Sequence[MetricsPoint], first: int) -> None:
         with self._lock:

@@ -9,13 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import msgspec
-
 from stretto.core.errors import StoreError
 from stretto.store import lock
 from stretto.store.ledger.schema import check_log, log_of, reading
 from stretto.store.series.lines import decode_line, open_plain
-from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics
+from stretto.store.series.metrics import METRICS, EvaluationLine, MetricsLine, StepMetrics
 
 _LARGEST_LOG = 64 << 20  # bytes of the ledger's log; checking it takes three seconds, once
 _PATIENCE = 0.2  # seconds to wait for a locked ledger, while other requests wait
@@ -74,8 +72,6 @@ def read_ledger(folder: Path) -> Iterator[sqlite3.Connection]:
 
 _TAIL = 1 << 18  #: bytes
 
-_LINE: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
-
 
 class NewestLines:
     """Reader of the last 256 KiB of the file ``metrics.jsonl`` at `path`."""
@@ -107,6 +103,6 @@ def _decoded(row: str) -> MetricsLine | None:
     """Decode a line; None if it is unreadable, as a first line that is cut off. (Damage is reported when the run is
     opened.)"""
     try:
-        return decode_line(_LINE, row.encode())
+        return decode_line(METRICS, row.encode())
     except StoreError:
         return None

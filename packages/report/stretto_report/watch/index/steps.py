@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from stretto.core.records import Record
 from stretto.store.series.lines import LineFollower
-from stretto.store.series.metrics import EvaluationLine, MetricsLine, SetEvaluationLine, StepMetrics
+from stretto.store.series.metrics import METRICS, EvaluationLine, SetEvaluationLine, StepMetrics
+from stretto_report.reading.series import LinesRead
 from stretto_report.watch.index.columns import Cache, Column, GrowingColumns
 
-_DECODER: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)
 _PART = "steps"
 _NUMBERS: tuple[str, ...] = ("wall_seconds", "rl_seconds", "accuracy", "reward", "length_mean", "length_max")
 _NUMBERS += ("staleness_mean", "staleness_max", "trained_tokens", "masked_tokens", "generated_tokens")
@@ -30,10 +29,7 @@ DERIVED = ("masked_fraction", "seconds_step", "tokens_per_second")
 CANARY = "canary"
 
 
-class _Facts(Record, frozen=True):
-    identity: tuple[int, int, str]
-    offset: int
-    number: int
+class _Facts(LinesRead, frozen=True):
     evaluations: tuple[EvaluationLine | SetEvaluationLine, ...]
     skipped: dict[int, tuple[str, ...]]
     undecided_reason: str = ""
@@ -48,15 +44,14 @@ class Steps:
     """
 
     def __init__(self, path: Path, cache: Cache) -> None:
-        self._follower, self._cache = LineFollower(path, _DECODER), cache
+        self._follower, self._cache = LineFollower(path, METRICS), cache
         self.evaluations: list[EvaluationLine | SetEvaluationLine] = []
         self.skipped: dict[int, tuple[str, ...]] = {}
         self._reset()
         self.epoch, self._kept = 0, 0
         if (kept := cache.load(_PART, _Facts)) is not None and self.table.restore(kept[0]):
             facts = kept[1]
-            follower = self._follower
-            follower.identity, follower.offset, follower.number = facts.identity, facts.offset, facts.number
+            facts.restore(self._follower)
             self.evaluations, self.skipped, self._kept = list(facts.evaluations), facts.skipped, self.table.rows
             self.undecided_reason = facts.undecided_reason
 
@@ -91,9 +86,8 @@ class Steps:
 
     def keep(self) -> None:
         """Save all that was read to the cache."""
-        follower, self._kept = self._follower, self.table.rows
-        read = follower.identity, follower.offset, follower.number
-        facts = _Facts(*read, tuple(self.evaluations), self.skipped, self.undecided_reason)
+        self._kept = self.table.rows
+        facts = _Facts.of(self._follower, tuple(self.evaluations), self.skipped, self.undecided_reason)
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
 
     def _append(self, steps: Sequence[StepMetrics]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from stretto.core.events import Span
 from stretto.core.records import Record
 from stretto.store.series.lines import LineFollower
-from stretto_report.reading.series import role_rank
+from stretto_report.reading.series import LinesRead, role_rank
 from stretto_report.watch.index.columns import Cache, Column, GrowingColumns
 from stretto_report.watch.index.trajectories import WordCodes
 
@@ -26,10 +26,7 @@ CATEGORIES: tuple[str, ...] = ("generate", "recompute", "load", "map", "pull", "
 CATEGORIES += ("checkpoint", "evaluate", "score", "other")
 
 
-class _Facts(Record, frozen=True):
-    identity: tuple[int, int, str]
-    offset: int
-    number: int
+class _Facts(LinesRead, frozen=True):
     roles: list[str]
     names: list[str]
 
@@ -43,8 +40,8 @@ class Spans:
         self._reset()
         self.epoch, self._kept = 0, 0
         if (kept := cache.load(_PART, _Facts)) is not None and self.table.restore(kept[0]):
-            facts, follower = kept[1], self._follower
-            follower.identity, follower.offset, follower.number = facts.identity, facts.offset, facts.number
+            facts = kept[1]
+            facts.restore(self._follower)
             self.roles, self.names, self._kept = WordCodes(facts.roles), WordCodes(facts.names), self.table.rows
 
     def _reset(self) -> None:
@@ -89,8 +86,8 @@ class Spans:
 
     def keep(self) -> None:
         """Save all that was read to the cache."""
-        follower, self._kept = self._follower, self.table.rows
-        facts = _Facts(follower.identity, follower.offset, follower.number, self.roles.all, self.names.all)
+        self._kept = self.table.rows
+        facts = _Facts.of(self._follower, self.roles.all, self.names.all)
         self._cache.save(_PART, {name: self.table[name] for name in self.table.names}, facts)
 
     def batches_taken(self) -> dict[int, float]:

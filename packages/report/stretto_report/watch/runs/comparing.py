@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Any
 
 import msgspec
@@ -12,8 +12,8 @@ from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Record, Trajectory
 from stretto.store.ledger.reading import last_step, read_batches
 from stretto_report.audit.diff import diff_runs
+from stretto_report.reading.series import flat
 from stretto_report.watch.index.files import LEDGER, refuse_strange_files
-from stretto_report.watch.runs.folder import flat
 from stretto_report.watch.runs.run import WatchedRun
 
 _MOST_FIELDS = 100
@@ -103,11 +103,11 @@ def _parting_token(a: WatchedRun, b: WatchedRun, step: int) -> PartingToken | No
     """Return the first token of a step, in the order of its batch, whose id, log-probability or version differs between
     the runs. None if there is none, if the batches have different trajectories before one is found, or if the ledger of
     a run does not have the step or its tokens."""
-    batches = [_batch(run, step) for run in (a, b)]
-    if batches[0] is None or batches[1] is None:
+    batches = [batch for run in (a, b) if (batch := _batch(run, step)) is not None]
+    if len(batches) < 2:
         return None
-    pairs = zip(*(_trajectories(batch) for batch in batches if batch is not None), strict=False)
-    for ours, theirs in pairs:
+    trajectories = (chain.from_iterable(group.trajectories for group in batch.groups) for batch in batches)
+    for ours, theirs in zip(*trajectories, strict=False):
         if ours.id != theirs.id:
             return None
         for index, (left, right) in enumerate(zip_longest(_tokens(ours), _tokens(theirs))):
@@ -124,10 +124,6 @@ def _batch(run: WatchedRun, step: int) -> Batch | None:
         return next(read_batches(ledger, step - 1, step), None)
     except StoreError:  # its tokens were not kept
         return None
-
-
-def _trajectories(batch: Batch) -> list[Trajectory]:
-    return [trajectory for group in batch.groups for trajectory in group.trajectories]
 
 
 _Token = tuple[int, float | None, int | None]

@@ -87,18 +87,6 @@ def recipe_stamp(folder: Path) -> tuple[int, int, int] | None:
     return found.st_ino, found.st_size, found.st_ctime_ns
 
 
-def flat(recipe: dict[str, Any], before: str = "") -> dict[str, Any]:
-    """Return the values of nested tables by dotted key, each key after the prefix `before`.
-
-    >>> flat({"seed": 1, "trainer": {"steps": 600}})
-    {'seed': 1, 'trainer.steps': 600}
-    """
-    found: dict[str, Any] = {}
-    for key, value in recipe.items():
-        found |= flat(value, f"{before}{key}.") if isinstance(value, dict) else {f"{before}{key}": value}
-    return found
-
-
 def json_of(path: Path) -> Any:
     """Read a JSON file, and return what it holds; None if it is missing, unreadable or larger than one MiB."""
     try:

@@ -19,14 +19,15 @@ from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto_report.audit.alarms import AlarmReport, disk_of, evidence_of, findings_of, last_step_of
-from stretto_report.audit.evidence import Alarm, Evidence
+from stretto_report.audit.evidence import Evidence
 from stretto_report.reading.inspection import inspection_of, of_branch
+from stretto_report.reading.series import flat
 from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.index.files import LEDGER, NewestLines, ledger_stamp, read_ledger, refuse_strange_files
 from stretto_report.watch.index.steps import Steps
 from stretto_report.watch.index.timeline import Spans
 from stretto_report.watch.index.trajectories import Trajectories, count_states
-from stretto_report.watch.runs.folder import condition, flat, recipe_of, recipe_stamp, recipe_text
+from stretto_report.watch.runs.folder import condition, recipe_of, recipe_stamp, recipe_text
 from stretto_report.watch.runs.pieces import Pieces
 from stretto_report.watch.runs.questions import PromptTexts
 from stretto_report.watch.runs.trajectory import Reader
@@ -312,7 +313,7 @@ class WatchedRun:
             trajectories=counts,
             task=kind if isinstance(kind := flat(recipe).get("task.kind"), str) else None,
             engines=sum(engine.left_step is None for engine in engines),
-            alarms=len(self.alarms()) if self.is_open else None,
+            alarms=len(self.findings().alarms) if self.is_open else None,
         )
 
     def unreadable(self, reason: str) -> RunSummary:
@@ -322,10 +323,6 @@ class WatchedRun:
     @property
     def _path(self) -> str:
         return str(self.folder).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
-
-    def alarms(self) -> list[Alarm]:
-        """Return the alarms that fire by the data read so far (`findings`)."""
-        return self.findings().alarms
 
     def findings(self) -> AlarmReport:
         """Run all alarms on the data read so far, which opens the run. A dead run has the alarm ``dead_run`` in front.

@@ -57,7 +57,7 @@ class Follower:
             yield "run", None, summary
 
     def _news(self) -> Iterator[Event]:
-        run, tables = self._run, self._run.tables
+        tables = self._run.tables
         if self._epoch not in (None, tables.steps.epoch):
             self._last, self._evaluations = None, None
             yield "reset", None, {}
@@ -66,11 +66,12 @@ class Follower:
         known, self._evaluations = self._evaluations, len(tables.steps.evaluations)
         if known is not None:
             yield from (("evaluation", None, evaluation_of(line)) for line in tables.steps.evaluations[known:])
-        alarms = {(alarm.name, alarm.title): alarm for alarm in run.alarms()}
+        findings = self._run.findings()
+        alarms = {(alarm.name, alarm.title): alarm for alarm in findings.alarms}
         fresh, self._alarms = alarms.keys() - self._alarms, {*alarms}
         yield from (("alarm", None, alarm) for key, alarm in alarms.items() if key in fresh)
-        if self._changed("findings", findings := run.findings().told()):
-            yield "findings", None, findings
+        if self._changed("findings", told := findings.told()):
+            yield "findings", None, told
         table = {"total": tables.trajectories.table.rows, "indexed": tables.trajectories.indexed}
         if self._changed("trajectories", tables.trajectories.changes):
             yield "trajectories", None, table
