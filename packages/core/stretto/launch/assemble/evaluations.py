@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from stretto.launch.preflight.plan import Plan
+from stretto.launch.recipe.sections import EvaluationConfig, EvaluationSet
 from stretto.loop.evaluation import BestPolicy, Evaluations, Evaluator, PeriodicEvaluation
 from stretto.loop.records.recorder import Recorder
 from stretto.rewards.functions import behind_the_last_sign, number_of_completion
@@ -90,29 +91,14 @@ def evaluations(
             goal_holds=config.goal_holds,
             earlier=_like(of_best, recorder),
         )
-    first = PeriodicEvaluation(
-        held_out,
-        recorder,
-        config.every,
-        config.minutes,
-        best=best if not config.best_of else None,
-        earlier=recorder.on_record.get("", ()),
-        asked=held_out.asked,
-    )
-    further = [
-        PeriodicEvaluation(
-            replace(evaluator, keep=lambda samples: None),
-            recorder,
-            one.every,
-            one.minutes,
-            one.name,
-            best if config.best_of == one.name else None,
-            recorder.on_record.get(one.name, ()),
-            evaluator.asked,
-        )
-        for one, evaluator in sets
-    ]
-    return Evaluations([first, *further], best)
+
+    def periodic(when: EvaluationConfig | EvaluationSet, evaluator: Evaluator) -> PeriodicEvaluation:
+        name, gets = evaluator.name, best if evaluator.name == config.best_of else None
+        earlier, asked = recorder.on_record.get(name, ()), evaluator.asked
+        return PeriodicEvaluation(evaluator, recorder, when.every, when.minutes, name, gets, earlier, asked)
+
+    further = [periodic(one, replace(evaluator, keep=lambda samples: None)) for one, evaluator in sets]
+    return Evaluations([periodic(config, held_out), *further], best)
 
 
 def _like(evaluator: Evaluator, recorder: Recorder) -> list[EvaluationLine]:
