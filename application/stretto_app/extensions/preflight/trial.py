@@ -24,9 +24,9 @@ from stretto.core.errors import Problem, RecipeError, RewardFunctionError, RoleE
 from stretto.core.records import Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
 from stretto.doors.door import Section, raised
 from stretto.doors.loading import from_package, is_own
-from stretto.engine.config import MAKES, EngineConfig
+from stretto.engine.config import MAKES
 from stretto.launch.preflight.questions import place_of
-from stretto.launch.recipe.extensions import OUTLETS, OutletsConfig
+from stretto.launch.recipe.extensions import OUTLETS
 from stretto.launch.recipe.recipe import Recipe
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
@@ -49,7 +49,7 @@ def filter_faults(refuses: Filter) -> Iterator[str]:
     """Call the filter `refuses` on made-up groups, and yield the faults of its results, none if all are well. Errors
     raised by the filter pass through."""
     for rewards in ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0), (1.0,)):
-        group = _made_up_groups(rewards)
+        group = _made_up_group(rewards)
         ids = {trajectory.id for trajectory in group.trajectories}
         found: object = refuses(group)
         if not isinstance(found, Mapping):
@@ -60,7 +60,7 @@ def filter_faults(refuses: Filter) -> Iterator[str]:
             yield f"gives {bare[0]!r} as a reason, and not a text"
 
 
-def _made_up_groups(rewards: Sequence[float]) -> Group:
+def _made_up_group(rewards: Sequence[float]) -> Group:
     """A group with one trajectory per reward, the last of them truncated."""
     ends = [StopReason.STOP] * (len(rewards) - 1) + [StopReason.LENGTH]
     trajectories = []
@@ -208,18 +208,15 @@ def _trials(recipe: Recipe, outlets: bool) -> Iterator[tuple[str, str | Section,
     for one in rollout.filters:
         yield FILTERS.key, one, partial(filter_faults, FILTERS.bound(one))
     yield PACINGS.key, rollout.pacing, partial(pacing_faults, rollout)
-    yield MAKES.key, engine.kind, partial(_make_faults, engine, recipe.model.path or "model")
+    make = partial(_by_package, "stretto_servers.make:make_faults", MAKES.key)
+    yield MAKES.key, engine.kind, partial(make, engine, recipe.model.path or "model")
+    outlet = partial(_by_package, "stretto_report.outlets.trial:outlet_faults", OUTLETS.key)
     for tool in logging.to if outlets else ():
-        yield OUTLETS.key, tool, partial(_outlet_faults, tool, logging)
+        yield OUTLETS.key, tool, partial(outlet, tool, logging)
 
 
-def _make_faults(config: EngineConfig, model: str) -> Iterator[str]:
-    faults: Iterator[str] = from_package("stretto_servers.make:make_faults", MAKES.key)(config, model)
-    return faults
-
-
-def _outlet_faults(tool: str, config: OutletsConfig) -> Iterator[str]:
-    faults: Iterator[str] = from_package("stretto_report.outlets.trial:outlet_faults", OUTLETS.key)(tool, config)
+def _by_package(place: str, key: str, *arguments: object) -> Iterator[str]:
+    faults: Iterator[str] = from_package(place, key)(*arguments)
     return faults
 
 

@@ -206,7 +206,7 @@ class Prepared:
                 for sentence in self.beginning.sentences():
                     reporter.say(sentence)
                 return 0
-            self._record(Ending("running"))
+            put_fact(self.folder.ledger, ENDING, Ending("running"))
             logbook = RunLog(self.folder.log, reporter, self.steps)
             logbook.note(f"starts at version {self.beginning.version}")
             for sentence in _destinations(self.plan.recipe.logging, self.path):
@@ -226,16 +226,13 @@ class Prepared:
                 logbook.ends()
                 logbook.note(f"failed: {told}")
                 with suppress(StoreError, OSError):  # the ledger may have ended the run: report that error
-                    self._record(Ending.of_error(error, told))
+                    put_fact(self.folder.ledger, ENDING, Ending.of_error(error, told))
                 raise
             logbook.ends()
             logbook.note(f"ends with exit code {code}")
             with closing(Ledger(self.folder.ledger, self.plan.recipe.store)) as ledger:
                 record_end(ledger, code)
             return code
-
-    def _record(self, ending: Ending) -> None:
-        put_fact(self.folder.ledger, ENDING, ending)
 
 
 def _destinations(config: OutletsConfig, folder: Path) -> list[str]:

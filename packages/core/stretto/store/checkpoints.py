@@ -98,7 +98,8 @@ class Checkpoints:
             raise StoreError(f"{final}: the checkpoint cannot be written: {error.strerror or error}") from error
         finally:
             shutil.rmtree(part, ignore_errors=True)
-        self._prune()
+        for old in self.steps()[: -self._keep]:
+            shutil.rmtree(self.path(old), ignore_errors=True)
         return final
 
     def steps(self) -> list[int]:
@@ -184,10 +185,6 @@ class Checkpoints:
                     sweep([self._folder])
                 finally:
                     os.close(held)
-
-    def _prune(self) -> None:
-        for step in self.steps()[: -self._keep]:
-            shutil.rmtree(self.path(step), ignore_errors=True)
 
 
 def verify(path: Path) -> Manifest:

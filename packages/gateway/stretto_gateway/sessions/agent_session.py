@@ -143,8 +143,7 @@ class AgentSession:
             if call.reply is not None:
                 record = msgspec.json.decode(call.reply, type=TurnRecord)
                 self.session.pass_over(record.node)
-                self._add(record, live=False)
-                self._note(call.asked, record)
+                self._add(call.asked, record, live=False)
         self._unclaimed = {*self._keyed}  # recorded keys that no client of this process has sent yet
 
     async def answer(self, request: ChatRequest, attempt: Attempt) -> SampledTurn:
@@ -295,8 +294,7 @@ class AgentSession:
             reply = await self.session.call(digest, run, repeatable=True, durable=True)
         record = msgspec.json.decode(reply, type=TurnRecord)
         self.session.claim(record.node)
-        self._add(record, live=True)
-        self._note(digest, record)
+        self._add(digest, record, live=True)
         self._unclaimed.discard(record.key)
         self.last_text = record.turn.message.text
         return record.turn
@@ -346,13 +344,11 @@ class AgentSession:
             raise RefusedRequest("messages", f"{size:,} characters", allowed)
         return await self.model.encoded(size, lambda: self._bridge.next(history, tools))
 
-    def _note(self, digest: bytes, record: TurnRecord) -> None:
+    def _add(self, digest: bytes, record: TurnRecord, *, live: bool) -> None:
+        """Add the turn of the request with this digest to the bridge, so that later prompts can continue it, and note
+        its idempotency key. `live`: sampled or requested in this process, not only recorded."""
         if record.key:
             self._keyed[record.key] = digest, record.turn
-
-    def _add(self, record: TurnRecord, *, live: bool) -> None:
-        """Add a turn to the bridge, so that later prompts can continue it. `live`: sampled or requested in this
-        process, not only recorded."""
         behind = self._bridge.turn(record.behind) if record.behind else None
         before = behind.history if behind else ()
         tokens = self.session.forest.tokens(record.node)
