@@ -79,14 +79,13 @@ def _is_ours(path: Path) -> bool:
         return False
 
 
-def link_first(sources: Iterable[Path], target: Path) -> bool:
-    """Create `target` as a hard link to the first of the files `sources` that can be linked. Return False if none can,
+def link_first(sources: Iterable[Path], target: Path) -> None:
+    """Create `target` as a hard link to the first of the files `sources` that can be linked. Does nothing if none can,
     or `target` exists."""
     for source in sources:
         with contextlib.suppress(OSError):  # it is gone, or on another file system
             target.hardlink_to(source)
-            return True
-    return False
+            return
 
 
 @contextlib.contextmanager

@@ -248,7 +248,7 @@ class LocalTrainer:
             with whole_gradient(self._learner.model):
                 value, metrics, found = own_gradient(self._learner, part, samples, seen, chosen, place)
             return Forward(columns_of(found), value, metrics | rewards_of(data), tuple(sample.id for sample in samples))
-        gradients = Gradients(self._learner, chosen.algorithm, self._reference(chosen.algorithm, place))
+        gradients = Gradients(self._learner, chosen.algorithm, self._reference(chosen.algorithm))
         before = None if proximal is None else self._proximal(part, samples, proximal, place)
         meter = Meter()
         with whole_gradient(self._learner.model):
@@ -421,7 +421,7 @@ class LocalTrainer:
     def _of_batch(self, batch: Batch, loss: Wanted, place: str) -> list[Sample]:
         check_batch(batch, self.version, self._vocabulary, self._mark, place)
         longest = self._sampling.max_tokens
-        reference = self._reference(loss.algorithm, place)
+        reference = self._reference(loss.algorithm)
         if loss.algorithm.divergence("reward") is not None and reference is not None:
             found = samples_of(batch, loss.algorithm, longest, reference_logprobs=reference.token_logprobs(batch))
         else:
@@ -458,7 +458,7 @@ class LocalTrainer:
             for micro in part.micro_batches
         ]
 
-    def _reference(self, algorithm: AlgorithmConfig, place: str) -> Reference | None:
+    def _reference(self, algorithm: AlgorithmConfig) -> Reference | None:
         """Return the reference policy of `algorithm.reference.path`, loaded at the first call; without a path, the
         initial policy. None: the algorithm has no reference."""
         if algorithm.reference is None:

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import sys
-from types import TracebackType
 from typing import Self
 
 _BYTES = 1 << 20
@@ -32,9 +31,7 @@ class Splice:
                 fcntl.fcntl(self._far, fcntl.F_SETPIPE_SZ, _BYTES)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._near)
         os.close(self._far)
 

@@ -27,6 +27,7 @@ Since format 3 there are also checksums of whole rows, in the order of their col
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 from array import array
@@ -218,11 +219,8 @@ def _broken_rows(connection: sqlite3.Connection, statement: str, what: str) -> I
 
 
 def _file_checksum(path: Path) -> str:
-    checksum = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            checksum.update(block)
-    return checksum.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _checksum(*content: object) -> bytes:

@@ -19,7 +19,6 @@ from stretto.store.series.metrics import EvaluationLine, StepMetrics, alike
 
 WINDOW = 10  #: measured steps in a window
 _CHANCE = 0.001  # probability that some pair of a run's evaluations differs by chance
-_TINY = 1e-12
 
 Numbers = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]

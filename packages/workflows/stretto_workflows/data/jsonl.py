@@ -132,7 +132,7 @@ def read_text(path: Path) -> str:
     except OSError as error:
         raise mistake(str(path), f"cannot be read: {error}", "a UTF-8 text file is needed") from None
     if content.startswith(_GZIP):
-        content = _unpacked(path, content)
+        content = _unpacked(path)
     kinds = [kind for start, kind in _OTHERS.items() if content.startswith(start)]
     try:
         return content.decode("utf-8-sig")
@@ -141,7 +141,7 @@ def read_text(path: Path) -> str:
         raise mistake(str(path), f"cannot be read: {which}", "a UTF-8 text file is needed") from None
 
 
-def _unpacked(path: Path, content: bytes) -> bytes:
+def _unpacked(path: Path) -> bytes:
     if path.suffix != ".gz":
         found = "cannot be read: it is compressed by gzip, and its name does not end with .gz"
         raise mistake(str(path), found, "rename it, or unpack it: a UTF-8 text file is needed")
@@ -180,8 +180,8 @@ def require(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> None:
         raise mistake(place, found, " ".join(dict.fromkeys(nearest(name, row) for name in lacking)))
 
 
-def unseen(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) -> str:
-    """Return the row's id, which is in its field `name`, and add it to `seen` (places of rows by id).
+def note_id(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) -> None:
+    """Add the row's id, which is in its field `name`, to `seen` (places of rows by id).
 
     Raises:
         DataError: the id is neither text nor a whole number, or another row has it.
@@ -192,7 +192,6 @@ def unseen(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) 
         raise mistake(f"{place}: {name}", shown(value), "a text or a whole number is needed")
     if (first := seen.setdefault(str(value), place)) != place:
         raise mistake(f"{place}: {name}", f"{shown(value)} is also that of {first}", "each row needs a name of its own")
-    return str(value)
 
 
 def text(value: object, place: str, largest: int = _LARGEST_TEXT) -> str:

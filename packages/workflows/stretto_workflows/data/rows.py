@@ -63,7 +63,7 @@ def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) 
     text, messages, answer = "", tuple[dict[str, str], ...](), ""
     with mistakes:
         if columns.id is not None:
-            jsonl.unseen(row, columns.id, place, columns.seen)
+            jsonl.note_id(row, columns.id, place, columns.seen)
     with mistakes:
         jsonl.require(row, (columns.answer,) if columns.render is not None else (columns.prompt, columns.answer), place)
     with mistakes:
