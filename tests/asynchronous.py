@@ -1,11 +1,18 @@
-"""A decorator for tests that are coroutines, and whose first parameter is no fixture."""
+"""For tests that are coroutines: a wait, and a decorator for those whose first parameter is no fixture."""
 
+import asyncio
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 Test = Callable[..., Awaitable[None]]
+
+
+async def until(condition: Callable[..., object], poll: float = 0.005) -> None:
+    """Look again and again until it holds; the limit of the test ends a wait that is too long."""
+    while not condition():
+        await asyncio.sleep(poll)
 
 
 def run_by(run: Callable[..., object]) -> Callable[[Test], Callable[..., None]]:

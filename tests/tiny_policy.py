@@ -25,6 +25,15 @@ TINY = BuildConfig(
 SMALL = BuildConfig(hidden_size=16, layers=1, heads=1, kv_heads=1, head_dim=16, intermediate_size=16, context_length=32)
 
 
+def sized(
+    vocabulary: int, width: int, inner: int, layers: int, heads: tuple[int, int], head: int | None = None, **more: Any
+) -> dict[str, Any]:
+    """Keys of a config of transformers. `heads`: of queries, and of keys and values; `more`: its other keys."""
+    shape = {"vocab_size": vocabulary, "hidden_size": width, "intermediate_size": inner, "num_hidden_layers": layers}
+    shape |= {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    return shape | ({} if head is None else {"head_dim": head}) | more
+
+
 def make_of_family(folder: Path, family: str, special: Mapping[str, Any], shape: BuildConfig, seed: int) -> None:
     """Write a random model of another family beside the tokenizer that is there; `special`: keys of its config."""
     config = AutoConfig.for_model(

@@ -57,9 +57,19 @@ class Ended:
     out: str
     err: str
 
+    def well(self) -> str:
+        """It ended without a mistake; what it printed."""
+        assert self.code == 0, self.out + self.err
+        return self.out
+
     def refused(self, *texts: str) -> None:
         """It was the user's mistake: exit code 2, one message without a traceback that holds all `texts`."""
         assert self.code == 2, self.out + self.err
+        self.says(*texts)
+
+    def failed(self, *texts: str) -> None:
+        """It failed: exit code 1, and one message without a traceback that holds all `texts`."""
+        assert self.code == 1, self.out + self.err
         self.says(*texts)
 
     def says(self, *texts: str) -> None:
@@ -149,8 +159,15 @@ class Command:
         """Send a signal; how it ended, and after how many seconds."""
         start = time.monotonic()
         self.process.send_signal(number)
-        ended = self.end(30)
-        return ended, time.monotonic() - start
+        return self.end(30), time.monotonic() - start
+
+    def stopped(self, number: signal.Signals) -> Ended:
+        """Stop it with a signal: it ends within ten seconds, with the code of the signal, and leaves nothing."""
+        ended, seconds = self.stop(number)
+        assert (ended.code, seconds < 10) == (128 + number, True), (seconds, ended.err)
+        assert "Traceback" not in ended.out + ended.err, ended.out + ended.err
+        self.assert_nothing_is_left()
+        return ended
 
     def kill_all(self) -> None:
         for pid in self.processes():
@@ -394,8 +411,7 @@ def said(run_dir: Path) -> str:
 def exported(laboratory: Laboratory, run_dir: Path) -> list[dict[str, Any]]:
     """All trajectories of a run, by `stretto export`."""
     file = run_dir.with_name(f"{run_dir.name}.jsonl")
-    ended = laboratory.run("export", run_dir, file)
-    assert ended.code == 0, ended.err
+    laboratory.run("export", run_dir, file).well()
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

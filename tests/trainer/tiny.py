@@ -1,28 +1,30 @@
 """A tiny Qwen3 with the packed attention; each call gives the same parameters in new tensors."""
 
+from pathlib import Path
+from typing import Any
+
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from stretto.core.records import Sampling
 from stretto.model.packed.attention import PACKED_ATTENTION
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.messages import TrainerSpec
+from tests.tiny_policy import sized
 from tests.tolerances import operations
 
 
 def tiny(*, tied: bool = False) -> PreTrainedModel:
     torch.manual_seed(7)
-    config = Qwen3Config(
-        vocab_size=13,
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        intermediate_size=24,
-        max_position_embeddings=64,
-        initializer_range=0.3,
-        tie_word_embeddings=tied,
-    )
+    shape = sized(13, width=16, inner=24, layers=2, heads=(2, 1), head=8, max_position_embeddings=64)
+    config = Qwen3Config(**shape, initializer_range=0.3, tie_word_embeddings=tied)
     model: PreTrainedModel = Qwen3ForCausalLM._from_config(config, attn_implementation=PACKED_ATTENTION)
     return model
+
+
+def spec_of(model: Path | str, trainer: TrainerConfig, sampling: Sampling, **further: Any) -> TrainerSpec:
+    """For a trainer's role without a mailbox."""
+    return TrainerSpec(str(model), "", "", trainer.model_dump_json(), "{}", sampling, threads=1, **further)
 
 
 def elsewhere(model: PreTrainedModel) -> PreTrainedModel:
