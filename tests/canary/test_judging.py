@@ -15,6 +15,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.proving import Proving
 from stretto.processes.supervisor import RestartBudget
+from tests.asynchronous import Test, run_by
 from tests.faults.simulation import VirtualLoop
 from tests.loop.simulated_guests import Machine, SimulatedClient, SimulatedProcess
 
@@ -105,14 +107,14 @@ class Run:
         return self.process.starts - 1
 
 
-def play(run: Run, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+def play(run: Run, work: Callable[[Run], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         if run.guest:
             run.pool.join(run.handle)
         else:
             await run.pool.start(0)
         watching = [asyncio.create_task(one) for one in (run.pool.supervise(), run.pool.keep_loaded())]
-        working = asyncio.create_task(work())
+        working = asyncio.create_task(work(run))
         try:
             done, _ = await asyncio.wait({*watching, working}, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
@@ -127,12 +129,17 @@ def play(run: Run, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         runner.run(asyncio.wait_for(main(), 10_000))
 
 
+def playing(**settings: Any) -> Callable[[Test], Callable[..., None]]:
+    """For a test in a run with these settings."""
+    return run_by(lambda work: play(Run(**settings), work))
+
+
 @pytest.mark.parametrize(("engine", "trainer"), [("float32", "bfloat16"), ("bfloat16", "float32")])
 def test_an_honest_run_of_mixed_types_is_left_alone(engine: str, trainer: str) -> None:
     run = Run(dtype=engine, trainer=trainer)
     run.client.off = 0.01  # of bfloat16's rounding
 
-    async def work() -> None:
+    async def work(run: Run) -> None:
         await run.steps(5, (500, 0.02))
         assert run.said == []
         run.client.off = 0.1
@@ -143,94 +150,73 @@ def test_an_honest_run_of_mixed_types_is_left_alone(engine: str, trainer: str) -
 
 
 def test_the_trainers_type_counts_in_the_tolerance_of_a_float32_engine() -> None:
-    run = Run(trainer="bfloat16")
-
-    async def work() -> None:
+    async def work(run: Run) -> None:
         run.client.off = 0.5  # less than 64 units of bfloat16
         await run.steps(2)
 
     with pytest.raises(UnprovenWeights, match="has not proven version 1"):
-        play(run, work)
+        play(Run(trainer="bfloat16"), work)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_the_limit_of_a_mixture_in_half_precision_is_wider(dtype: str) -> None:
     """An honest one is up to 0.13 nats away, where rounding chooses other experts."""
-    run, dense = Run(dtype=dtype, routed=True), Run(dtype=dtype)
 
-    async def honest() -> None:
+    async def honest(run: Run) -> None:
         await run.steps(5, (32, 0.13))
         assert run.said == []
         await run.steps(2, (32, 0.35))
         assert f"{NAME} differs from the trainer by 0.35 nats a token, 0.3 allowed: it is replaced" in run.said
 
-    async def apart() -> None:
+    async def apart(dense: Run) -> None:
         await dense.steps(2, (32, 0.13))
         assert f"{NAME} differs from the trainer by 0.13 nats a token, 0.1 allowed: it is replaced" in dense.said
 
-    play(run, honest)
-    play(dense, apart)
+    play(Run(dtype=dtype, routed=True), honest)
+    play(Run(dtype=dtype), apart)
 
 
-def test_in_float32_one_token_of_a_mixture_may_jump() -> None:
-    run = Run(routed=True)
-
-    async def work() -> None:
-        await run.steps(5, (32, 1.74 / 32))  # the farthest jump on record, logprob-distribution.json
-        assert run.said == []
-        await run.steps(2, (1800, 0.003))
-        assert f"{NAME} differs from the trainer by 0.003 nats a token, 0.002 allowed: it is replaced" in run.said
-
-    play(run, work)
+@playing(routed=True)
+async def test_in_float32_one_token_of_a_mixture_may_jump(run: Run) -> None:
+    await run.steps(5, (32, 1.74 / 32))  # the farthest jump on record, logprob-distribution.json
+    assert run.said == []
+    await run.steps(2, (1800, 0.003))
+    assert f"{NAME} differs from the trainer by 0.003 nats a token, 0.002 allowed: it is replaced" in run.said
 
 
-def test_few_tokens_of_many_steps_count_as_much_as_many_of_one() -> None:
-    run = Run()
-
-    async def work() -> None:
-        await run.steps(3, (10, 0.01))
-        assert run.said == [], "30 tokens are too few"
-        await run.steps(1, (10, 0.01))
-        assert run.said == [f"{NAME} differs from the trainer by 0.01 nats a token, 0.001 allowed"]
-        await run.steps(5, (10, 0.01))
-        assert f"{NAME} differs from the trainer by 0.01 nats a token, 0.001 allowed: it is replaced" in run.said
-        assert run.replaced == 1
-
-    play(run, work)
+@playing()
+async def test_few_tokens_of_many_steps_count_as_much_as_many_of_one(run: Run) -> None:
+    await run.steps(3, (10, 0.01))
+    assert run.said == [], "30 tokens are too few"
+    await run.steps(1, (10, 0.01))
+    assert run.said == [f"{NAME} differs from the trainer by 0.01 nats a token, 0.001 allowed"]
+    await run.steps(5, (10, 0.01))
+    assert f"{NAME} differs from the trainer by 0.01 nats a token, 0.001 allowed: it is replaced" in run.said
+    assert run.replaced == 1
 
 
-def test_an_engine_that_nothing_is_compared_of_computes_its_own_tokens_again() -> None:
-    run = Run()
-
-    async def work() -> None:
-        await run.steps(9)
-        asked = [tokens > 0 for tokens in run.client.asked]
-        assert asked == [False, False, True, False, True, False, True, False, True, False]
-        assert run.said == []
-
-    play(run, work)
+@playing()
+async def test_an_engine_that_nothing_is_compared_of_computes_its_own_tokens_again(run: Run) -> None:
+    await run.steps(9)
+    asked = [tokens > 0 for tokens in run.client.asked]
+    assert asked == [False, False, True, False, True, False, True, False, True, False]
+    assert run.said == []
 
 
-def test_an_engine_that_the_trainer_compares_is_never_asked() -> None:
-    run = Run()
-
-    async def work() -> None:
-        await run.steps(9, (40, 1e-6))
-        assert not any(run.client.asked)
-
-    play(run, work)
+@playing()
+async def test_an_engine_that_the_trainer_compares_is_never_asked(run: Run) -> None:
+    await run.steps(9, (40, 1e-6))
+    assert not any(run.client.asked)
 
 
 @pytest.mark.parametrize(
     ("compared", "judge"), [((), "its own forward"), (((40, 0.01),), "the trainer")], ids=["alone", "compared"]
 )
-def test_a_sampler_that_tells_other_log_probabilities_ends_the_run(
-    compared: tuple[tuple[int, float], ...], judge: str
-) -> None:
+def test_a_sampler_that_tells_other_logprobs_ends_the_run(compared: tuple[tuple[int, float], ...], judge: str) -> None:
     run = Run()
     run.client.lies = 0.01
 
-    async def work() -> None:
+    async def work(run: Run) -> None:
         await run.steps(20, *compared)
         raise AssertionError("the run goes on")
 
@@ -240,33 +226,24 @@ def test_a_sampler_that_tells_other_log_probabilities_ends_the_run(
     assert run.version <= 8
 
 
-def test_a_sampler_that_lied_once_costs_a_replacement() -> None:
-    run = Run()
-
-    async def work() -> None:
-        await run.steps(2, (40, 0.01))
-        await run.steps(9, (40, 1e-6))
-        await run.steps(2, (40, 0.01))
-        await asyncio.sleep(10.0)
-        assert run.replaced == 2, "it has agreed in between"
-
-    play(run, work)
+@playing()
+async def test_a_sampler_that_lied_once_costs_a_replacement(run: Run) -> None:
+    await run.steps(2, (40, 0.01))
+    await run.steps(9, (40, 1e-6))
+    await run.steps(2, (40, 0.01))
+    await asyncio.sleep(10.0)
+    assert run.replaced == 2, "it has agreed in between"
 
 
 @pytest.mark.parametrize("wrong", ["off", "lies"])
-def test_a_guest_that_disagrees_leaves_and_the_run_goes_on(wrong: str) -> None:
-    run = Run(guest=True)
-
-    async def work() -> None:
-        await run.pool.until_up(60)
-        setattr(run.client, wrong, 0.01)
-        await run.steps(20)
-        assert run.pool.names == []
-        assert run.replaced == 1
-        assert f"{NAME} has left: {NAME}: " in run.said[-1]
-        assert "0.01 nats" in run.said[-1]
-
-    play(run, work)
+@playing(guest=True)
+async def test_a_guest_that_disagrees_leaves_and_the_run_goes_on(run: Run, wrong: str) -> None:
+    await run.pool.until_up(60)
+    setattr(run.client, wrong, 0.01)
+    await run.steps(20)
+    assert (run.pool.names, run.replaced) == ([], 1)
+    assert f"{NAME} has left: {NAME}: " in run.said[-1]
+    assert "0.01 nats" in run.said[-1]
 
 
 def test_a_version_that_a_machine_has_pulled_for_seven_steps_is_proven() -> None:
@@ -293,9 +270,7 @@ def test_a_version_whose_canary_is_gone_is_refused_at_once() -> None:
 
 @pytest.mark.parametrize("persists", [False, True])
 def test_an_engine_that_does_not_prove_a_version_is_replaced_at_the_last_evaluation_too(persists: bool) -> None:
-    run = Run()
-
-    async def work() -> None:
+    async def work(run: Run) -> None:
         await run.steps(1)
         run.proving.published(Canary(2, tuple(range(64)), LOGPROBS, depth=2))
         run.version, run.client.off = 2, 0.01
@@ -307,14 +282,11 @@ def test_an_engine_that_does_not_prove_a_version_is_replaced_at_the_last_evaluat
 
         run.client.begins = honest  # type: ignore[method-assign]
         await run.pool.reach(2)
-        assert run.replaced == 1
-        assert run.pool.live == 2
+        assert (run.replaced, run.pool.live) == (1, 2)
 
-    if persists:
-        with pytest.raises(UnprovenWeights, match=rf"{NAME}: has not proven version 2"):
-            play(run, work)
-    else:
-        play(run, work)
+    ends = pytest.raises(UnprovenWeights, match=rf"{NAME}: has not proven version 2") if persists else nullcontext()
+    with ends:
+        play(Run(), work)
 
 
 def test_the_versions_that_an_engine_has_proven_are_few_ranges_however_many_it_skips() -> None:

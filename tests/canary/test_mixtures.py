@@ -107,9 +107,7 @@ def test_what_is_not_what_was_published_of_a_mixture_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("how", [rolled, experts_zeroed], ids=lambda how: how.__name__)
-def test_the_text_of_a_mixture_alone_shows_gross_faults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Sabotage
-) -> None:
+def test_a_mixtures_text_shows_gross_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Sabotage) -> None:
     with ground(tmp_path, "bfloat16", mixture="mixtral") as one:
         one.publish()
         one.load()
@@ -167,9 +165,7 @@ def test_in_float32_a_token_that_jumps_is_within_the_tolerance_of_a_mixture_whos
                     one.load()
 
 
-def test_in_float32_a_mixture_whose_every_token_is_off_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_float32_a_mixture_with_every_token_off_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tensors are as published, and another thing is computed with them."""
     with ground(tmp_path, mixture="mixtral") as one:
         one.publish()

@@ -52,9 +52,7 @@ def record_of(run_dir: Path) -> CanaryRecord:
 
 
 def canary_of(laboratory: Laboratory, run_dir: Path) -> list[dict[str, Any]]:
-    ended = laboratory.run("inspect", run_dir, "--json")
-    assert ended.code == 0, ended.err
-    found: list[dict[str, Any]] = json.loads(ended.out)["canary"]
+    found: list[dict[str, Any]] = json.loads(laboratory.run("inspect", run_dir, "--json").well())["canary"]
     return found
 
 
@@ -117,8 +115,7 @@ def test_a_resume_whose_engine_is_wrong_ends_and_an_honest_one_goes_on(laborator
     assert "engine-0: has not proven version 3: " in ended.err
     assert steps_done(run_dir) == steps == 3, "nothing was trained"
     assert check_run(run_dir).kept, check_run(run_dir).breaches
-    resumed = laboratory.run(*more)
-    assert resumed.code == 0, resumed.err
+    laboratory.run(*more).well()
     assert check_run(run_dir).kept, check_run(run_dir).breaches
     assert all(one.proven for one in inspect_run(run_dir).canary_proofs if one.which == "newest")
     assert record_of(run_dir).token_ids == text, "the text of a run stays"

@@ -69,8 +69,7 @@ def error(pairs: tuple[tuple[float, float], ...]) -> float:
 )
 def test_honest_tokens_differ_by_rounding_alone(tmp_path: Path, dtype: Dtype, sampling: Sampling) -> None:
     with ground(tmp_path, dtype) as one:
-        engine = begun(one, sampling, 12)
-        found = engine.sampled_again(64)
+        found = begun(one, sampling, 12).sampled_again(64)
         assert 60 <= len(found) <= 72, "of all rows but one, 12 tokens each"
         assert error(found) < (1e-5 if dtype == "float32" else AGREEING[dtype] / 2)
 
@@ -79,8 +78,7 @@ def test_log_probabilities_that_are_told_too_low_show(tmp_path: Path, monkeypatc
     sample = engine_module.sample  # type: ignore[attr-defined]
     with ground(tmp_path) as one:
         monkeypatch.setattr(engine_module, "sample", lambda *given: (sample(*given)[0], sample(*given)[1] - 0.01))
-        engine = begun(one, Sampling(max_tokens=40), 12)
-        assert error(engine.sampled_again(64)) == pytest.approx(0.01, rel=1e-3)
+        assert error(begun(one, Sampling(max_tokens=40), 12).sampled_again(64)) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_tokens_of_the_version_in_use_alone_are_compared(tmp_path: Path) -> None:
@@ -163,9 +161,7 @@ def test_with_kept_caches_a_context_that_was_computed_again_is_compared_from_the
         assert error(found) < 1e-5
 
 
-def test_with_kept_caches_log_probabilities_that_are_told_too_low_show(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_kept_caches_logprobs_that_are_told_too_low_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = engine_module.sample  # type: ignore[attr-defined]
     with ground(tmp_path, on_update="keep") as one:
         monkeypatch.setattr(engine_module, "sample", lambda *given: (sample(*given)[0], sample(*given)[1] - 0.01))
