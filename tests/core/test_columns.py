@@ -55,8 +55,7 @@ def test_a_segment_that_is_cut_and_joined_is_itself(rows: Rows, cut: int) -> Non
     assert (before + behind).intact
     assert whole.begins_with(before)
     if cut < len(rows):
-        ids = list(before.token_ids)
-        assert not whole.begins_with(Segment.of([*ids, whole.token_ids[cut] ^ 1]))
+        assert not whole.begins_with(Segment.of([*list(before.token_ids), whole.token_ids[cut] ^ 1]))
 
 
 @given(TOKENS.filter(len), st.data())

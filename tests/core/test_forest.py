@@ -69,8 +69,7 @@ def test_any_calls_make_a_forest_that_trains_each_sampled_token_once_behind_its_
         place = forest.find(tuple(prompt))
         parent = forest.append(told(*place.tail, parent=place.parent)) if place.tail else place.parent
         asked[forest.append(sampled(*reply, parent=parent))] = tuple(prompt)
-    trained = Counter(place for path in paths(forest.segments) for place in path.trained)
-    assert trained == dict.fromkeys(asked, 1)
+    assert Counter(place for path in paths(forest.segments) for place in path.trained) == dict.fromkeys(asked, 1)
     for at, before in asked.items():
         assert forest.tokens(at) == before + forest.segments[at].token_ids
     again = Forest((0, 1), forest.segments)

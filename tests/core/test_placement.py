@@ -72,8 +72,7 @@ def test_a_role_goes_where_it_fits_first() -> None:
     there = (Gpu("0", "T4", 16 * GIB, 16 * GIB), Gpu("1", "H100", 80 * GIB, 80 * GIB))
     large, small = Need("engine-0", {"weights": 30 * GIB}), Need("engine-1", {"weights": 2 * GIB})
     assert [seat.ids for seat in place(there, [small, large])] == [("0",), ("1",)]
-    rank = Need("rank 0", {"policy": 20 * GIB}, apart=True)
-    (seat, beside) = place(there[1:], [rank, small])
+    (seat, beside) = place(there[1:], [Need("rank 0", {"policy": 20 * GIB}, apart=True), small])
     assert (seat.ids, beside.ids) == (("1",), ("1",))
     assert seat.share > beside.share > 0.05
     assert str(seat) == "rank 0      GPU 1: 20.5 of 80.0 GiB (policy 20.0)"

@@ -77,9 +77,7 @@ def by_token(writers: Writers) -> list[str]:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["", "a", "b"]), st.integers(0, 3)), max_size=6), st.integers(0, 20))
-def test_the_engines_of_a_segment_are_those_of_its_tokens_wherever_it_is_cut(
-    pieces: list[tuple[str, int]], cut: int
-) -> None:
+def test_a_segments_engines_are_those_of_its_tokens_wherever_it_is_cut(pieces: list[tuple[str, int]], cut: int) -> None:
     whole, cuts = Segment(), [segment(count).written_by(name) if name else segment(count) for name, count in pieces]
     for one in cuts:
         whole += one
