@@ -97,9 +97,7 @@ def test_an_exact_match_ignores_only_the_spaces_around() -> None:
         ("1/2", "1/2", None),  # its last number would be 2
     ],
 )
-def test_the_last_number_is_compared_with_the_number_of_the_gold_answer(
-    completion: str, answer: str, right: bool | None
-) -> None:
+def test_the_last_number_is_compared_with_that_of_the_gold(completion: str, answer: str, right: bool | None) -> None:
     if right is None:
         with pytest.raises(Undecided, match="is not a number"):
             last_number("", completion, answer)

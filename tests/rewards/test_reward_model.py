@@ -92,9 +92,7 @@ def test_an_address_may_end_like_one_of_openai_and_texts_name_nothing_inside_of_
         (503, "", "503 Service Unavailable"),
     ],
 )
-def test_any_other_reply_leaves_the_completion_undecided(
-    server: ReplyServer, status: int, said: str, reason: str
-) -> None:
+def test_any_other_reply_leaves_a_text_undecided(server: ReplyServer, status: int, said: str, reason: str) -> None:
     server.replies = [(status, said)]
     with pytest.raises(Undecided, match=reason):
         model(server)("q", "c", "gold")

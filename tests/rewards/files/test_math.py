@@ -64,9 +64,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, words: str) -> None:
     assert words in str(problem)
 
 
-def test_all_bad_lines_are_named_together_and_none_is_judged(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_bad_lines_are_named_at_once_and_none_is_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, "{", *["{}"] * 25, '{"gold": "1", "completion": "1"}')
     with pytest.raises(DataError) as refused:
         print_scored_answers(path, CONFIG)

@@ -3,7 +3,6 @@
 A child that a reward has forked never judges for the worker, and the ends of children are known under any supervisor.
 """
 
-import asyncio
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,16 +87,12 @@ def ignored_children() -> Iterator[None]:
     signal.signal(signal.SIGCHLD, before)
 
 
-def test_a_forked_child_never_answers_for_its_worker(forks: Path) -> None:
-    async def judged() -> tuple[list[float | None], list[list[int]]]:
-        async with RewardPool(RewardsConfig(function="forking_reward:forked", path=str(forks), workers=1)) as pool:
-            ends = ("returns", "exits", "raises")
-            verdicts = await pool.score([ScoreItem(prompt="", completion=end, answer="") for end in ends])
-            return [verdict.reward for verdict in verdicts], [children(pid) for pid in pool.pids]
-
-    rewards, left = asyncio.run(asyncio.wait_for(judged(), 60))
-    assert rewards == [0.0, 3.0, 1.0]  # the codes with which the children ended
-    assert left == [[]]
+async def test_a_forked_child_never_answers_for_its_worker(forks: Path) -> None:
+    async with RewardPool(RewardsConfig(function="forking_reward:forked", path=str(forks), workers=1)) as pool:
+        ends = ("returns", "exits", "raises")
+        verdicts = await pool.score([ScoreItem(prompt="", completion=end, answer="") for end in ends])
+        assert [verdict.reward for verdict in verdicts] == [0.0, 3.0, 1.0]  # the codes with which the children ended
+        assert [children(pid) for pid in pool.pids] == [[]]
 
 
 def test_a_child_that_an_import_has_forked_is_no_worker(forks: Path, monkeypatch: pytest.MonkeyPatch) -> None:

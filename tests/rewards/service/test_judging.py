@@ -192,5 +192,4 @@ def test_a_reason_with_half_a_character_can_be_sent_and_kept() -> None:
     verdict = judge(reward, ITEM, PAPER)
     assert verdict.reason.endswith("bad name \\ud800")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(verdict), type=Verdict) == verdict
-    longest = undecided("\ud800" * 300).reason
-    assert longest == ("\\ud800" * 300)[:300]
+    assert undecided("\ud800" * 300).reason == ("\\ud800" * 300)[:300]

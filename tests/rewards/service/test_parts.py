@@ -157,9 +157,7 @@ def test_a_completion_may_take_the_time_of_all_its_rewards() -> None:
     ("fields", "has"),
     [('{"level": 3, "topic": "sums"}', "the further fields 'level', 'topic'"), ("", "no further fields")],
 )
-def test_a_reward_with_a_parameter_that_the_row_lacks_is_undecided_with_the_fields_of_the_row(
-    fields: str, has: str
-) -> None:
+def test_a_reward_with_a_parameter_that_the_row_lacks_is_undecided_with_the_rows_fields(fields: str, has: str) -> None:
     def graded(prompt: str, completion: str, answer: str, difficulty: int, level: int = 0) -> bool:
         return True
 

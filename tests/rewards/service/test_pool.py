@@ -26,6 +26,7 @@ from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service import process
 from stretto.rewards.service.pool import RewardPool, check_reward
 from stretto.rewards.service.wire import ScoreItem, Verdicts
+from tests.asynchronous import until
 from tests.rewards.service.pool_module import MODULE
 
 Result = TypeVar("Result")
@@ -80,45 +81,37 @@ def scored(config: RewardsConfig, work: Callable[[RewardPool], Awaitable[Result]
     return run(main())
 
 
-def test_verdicts_come_back_in_order_for_many_callers_at_once_for_a_group_and_for_nothing(config: Make) -> None:
-    async def work(pool: RewardPool) -> list[list[Verdict]]:
+async def test_verdicts_come_back_in_order_for_many_callers_at_once_for_a_group_and_for_nothing(config: Make) -> None:
+    async with RewardPool(config(workers=2)) as pool:
         assert await pool.score([]) == []
         group = pool.score_group("3+8=", ["ok", "no"], "ok")
         unspeakable = pool.score(items("ok", "\ud800", "no"))  # a text that no wire can carry
-        return await asyncio.gather(group, unspeakable, *[pool.score(items(*["ok", "no"] * 4)) for _ in range(50)])
-
-    group, unspeakable, *others = map(outcomes, scored(config(workers=2), work))
-    assert (group, unspeakable) == (["right", "wrong"], ["right", "undecided", "wrong"])
+        many = [pool.score(items(*["ok", "no"] * 4)) for _ in range(50)]
+        first, second, *others = map(outcomes, await asyncio.gather(group, unspeakable, *many))
+    assert (first, second) == (["right", "wrong"], ["right", "undecided", "wrong"])
     assert others == [["right", "wrong"] * 4] * 50
 
 
-def test_an_answer_that_hangs_is_undecided_and_the_others_are_scored(config: Make) -> None:
-    async def work(pool: RewardPool) -> tuple[list[Verdict], float, list[Verdict]]:
+async def test_an_answer_that_hangs_is_undecided_and_the_others_are_scored(config: Make) -> None:
+    async with RewardPool(config(workers=1)) as pool:
         start = time.monotonic()
         first = await pool.score(items("ok", "no", "hang", "ok"))
-        return first, time.monotonic() - start, await pool.score(items("ok"))
-
-    first, seconds, afterwards = scored(config(workers=1), work)
+        assert time.monotonic() - start >= 0.3
+        assert outcomes(await pool.score(items("ok"))) == ["right"]
     assert outcomes(first) == ["right", "wrong", "undecided", "right"]
     assert first[2].reason.startswith("timeout after ")
-    assert seconds >= 0.3
-    assert outcomes(afterwards) == ["right"]
 
 
-def test_time_in_which_the_machine_does_something_else_is_not_that_of_an_answer(config: Make, tmp_path: Path) -> None:
+async def test_time_in_which_the_machine_does_something_else_is_no_answers(config: Make, tmp_path: Path) -> None:
     mark = tmp_path / "mark"
-
-    async def work(pool: RewardPool) -> list[Verdict]:
+    async with RewardPool(config("pool_rewards:stopped")) as pool:
         scoring = asyncio.create_task(pool.score(items("", answer=str(mark))))
-        while not mark.exists() or not mark.read_text():
-            await asyncio.sleep(0.005)
+        await until(lambda: mark.exists() and mark.read_text())
         worker = int(mark.read_text())
         os.kill(worker, signal.SIGSTOP)  # as if other processes had the processor
         await asyncio.sleep(1.2)  # four times what an answer may take
         os.kill(worker, signal.SIGCONT)
-        return await scoring
-
-    assert outcomes(scored(config("pool_rewards:stopped"), work)) == ["right"]
+        assert outcomes(await scoring) == ["right"]
     assert len(mark.read_text().split()) == 1, "it was judged once"
 
 
@@ -164,13 +157,12 @@ def test_what_a_reward_raises_or_returns_wrongly_is_undecided(config: Make, tmp_
     assert not none
 
 
-def test_an_idle_worker_that_is_killed_comes_back(config: Make) -> None:
-    async def work(pool: RewardPool) -> list[Verdict]:
+async def test_an_idle_worker_that_is_killed_comes_back(config: Make) -> None:
+    async with RewardPool(config()) as pool:
         [child] = children()
         os.kill(child, signal.SIGKILL)
-        return [verdict for _ in range(2) for verdict in await pool.score(items("ok"))]
-
-    assert outcomes(scored(config(), work)) == ["right", "right"]
+        for _ in range(2):
+            assert outcomes(await pool.score(items("ok"))) == ["right"]
 
 
 @pytest.mark.parametrize(
@@ -202,10 +194,9 @@ def test_a_reply_to_no_request_is_not_believed(config: Make, request_id: int, co
     assert outcomes(work) == ["undecided", "right"]
 
 
-def test_a_worker_that_hangs_is_replaced_while_it_waits_and_while_it_starts(config: Make) -> None:
+async def test_a_worker_that_hangs_is_replaced_while_it_waits_and_while_it_starts(config: Make) -> None:
     said: list[str] = []
-
-    async def work(pool: RewardPool) -> list[Verdict]:
+    async with RewardPool(config(), hung=1.5, on_change=said.append) as pool:
         for _ in range(2):  # the second time, what takes its place may be starting yet
             [child] = children()
             os.kill(child, signal.SIGSTOP)
@@ -213,9 +204,7 @@ def test_a_worker_that_hangs_is_replaced_while_it_waits_and_while_it_starts(conf
                 await asyncio.sleep(0.02)
             while children() in ([], [child]):  # it has ended, and may not have been waited for yet
                 await asyncio.sleep(0.001)
-        return await pool.score(items("ok", "no"))
-
-    assert outcomes(scored(config(), work, hung=1.5, on_change=said.append)) == ["right", "wrong"]
+        assert outcomes(await pool.score(items("ok", "no"))) == ["right", "wrong"]
     assert {sentence.partition(" for ")[0] for sentence in said} == {"rewards-0 sent no heartbeat"}
     assert len(said) >= 2  # on a slow machine a heartbeat of the last one may be late, too
 
@@ -233,17 +222,15 @@ def test_a_reward_that_floods_its_log_does_not_fill_the_disk(config: Make, tmp_p
     assert text.endswith("[output cut after 4 MiB]\nlast None\n")
 
 
-def test_too_many_undecided_in_a_row_end_the_run(config: Make) -> None:
-    async def work(pool: RewardPool) -> None:
+async def test_too_many_undecided_in_a_row_end_the_run(config: Make) -> None:
+    async with RewardPool(config(max_consecutive_undecided=3)) as pool:
         await pool.score(items("none", "none", "ok", "none", "none"))
-        await pool.score(items("none"))
-
-    with pytest.raises(RewardFunctionError, match=r"the last 3 completions were undecided.*NoneType"):
-        scored(config(max_consecutive_undecided=3), work)
+        with pytest.raises(RewardFunctionError, match=r"the last 3 completions were undecided.*NoneType"):
+            await pool.score(items("none"))
 
 
-def test_slow_answers_are_shared_among_the_workers_and_spans_say_when_each_scored(config: Make) -> None:
-    async def work(pool: RewardPool) -> float:
+async def test_slow_answers_are_shared_among_the_workers_and_spans_say_when_each_scored(config: Make) -> None:
+    async with RewardPool(config(workers=2, timeout=5.0)) as pool:
         await pool.score(items(*["slow"] * 8))
         pool.drain_spans()
         before = time.monotonic()
@@ -252,9 +239,7 @@ def test_slow_answers_are_shared_among_the_workers_and_spans_say_when_each_score
         assert {(span.role, span.name) for span in spans} == {("rewards-0", "score"), ("rewards-1", "score")}
         assert all(before <= span.start <= span.end <= time.monotonic() for span in spans)
         assert pool.drain_spans() == []
-        return pool.busy_seconds
-
-    assert scored(config(workers=2, timeout=5.0), work) >= 16 * 0.05
+        assert pool.busy_seconds >= 16 * 0.05
 
 
 @pytest.mark.parametrize(
@@ -274,35 +259,31 @@ def test_a_worker_that_dies_or_hangs_while_starting_is_named(config: Make) -> No
     assert children() == []
 
 
-def test_a_worker_that_cannot_be_brought_back_ends_the_run(config: Make, tmp_path: Path) -> None:
-    async def work(pool: RewardPool) -> None:
-        (tmp_path / "pool_rewards.py").write_text("import os; os._exit(7)")
-        await pool.score(items("exit", "ok"))
-
-    with pytest.raises(RoleDied, match="rewards-0 ended while starting: exit status 7"):
-        scored(config(), work)
-
-
-def test_a_worker_that_comes_back_is_refused_as_at_the_start(config: Make, tmp_path: Path) -> None:
-    async def work(pool: RewardPool) -> None:
-        (tmp_path / "pool_rewards.py").write_text("import nothing_of_the_kind")
-        await pool.score(items("exit", "ok"))
-
-    with pytest.raises(RewardFunctionError, match="nothing_of_the_kind"):
-        scored(config(), work)
+@pytest.mark.parametrize(
+    ("module", "error", "words"),
+    [
+        ("import os; os._exit(7)", RoleDied, "rewards-0 ended while starting: exit status 7"),
+        ("import nothing_of_the_kind", RewardFunctionError, "nothing_of_the_kind"),  # as at the start
+    ],
+)
+async def test_a_worker_that_cannot_be_brought_back_ends_the_run(
+    config: Make, tmp_path: Path, module: str, error: type[Exception], words: str
+) -> None:
+    async with RewardPool(config()) as pool:
+        (tmp_path / "pool_rewards.py").write_text(module)
+        with pytest.raises(error, match=words):
+            await pool.score(items("exit", "ok"))
 
 
-def test_a_worker_for_which_the_system_has_no_room_ends_the_run(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(pool: RewardPool) -> None:
+async def test_a_worker_that_finds_no_room_here_ends_the_run(config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with RewardPool(config(patience=5.0)) as pool:
         monkeypatch.setattr("sys.executable", "/nowhere/python")
-        await pool.score(items("exit", "ok"))
-
-    with pytest.raises(RoleDied, match=r"rewards-0 cannot be started: /nowhere/python: No such file"):
-        scored(config(patience=5.0), work)
+        with pytest.raises(RoleDied, match=r"rewards-0 cannot be started: /nowhere/python: No such file"):
+            await pool.score(items("exit", "ok"))
     assert "stretto-progress" not in Path("/proc/self/maps").read_text()
 
 
-def test_a_worker_for_which_there_is_no_room_for_a_moment_is_started_later(
+async def test_a_worker_for_which_there_is_no_room_for_a_moment_is_started_later(
     config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = [errno.EAGAIN] * 3 + [errno.ENOMEM] * 3  # for longer than a worker that fails is tried again
@@ -313,27 +294,19 @@ def test_a_worker_for_which_there_is_no_room_for_a_moment_is_started_later(
             raise OSError(number := refused.pop(), os.strerror(number))
         return spawn(*arguments)
 
-    async def work(pool: RewardPool) -> list[Verdict]:
+    async with RewardPool(config(workers=1)) as pool:
         monkeypatch.setattr(process, "_spawn", crowded)
-        return await pool.score(items("exit", "ok"))
-
-    verdicts = scored(config(workers=1), work)
+        assert (await pool.score(items("exit", "ok")))[1].outcome is Outcome.RIGHT
     assert refused == []
-    assert verdicts[1].outcome is Outcome.RIGHT
 
 
-def test_what_fails_behind_the_calls_fails_the_calls(config: Make, tmp_path: Path) -> None:
+async def test_what_fails_behind_the_calls_fails_the_calls(config: Make, tmp_path: Path) -> None:
     """The worker's log cannot be opened any more: an error that no place of the pool expects."""
-
-    async def main() -> None:
-        pool = RewardPool(config(patience=5.0), log=tmp_path / "logs" / "rewards.txt")
-        (tmp_path / "logs").mkdir()
-        async with pool:
-            shutil.rmtree(tmp_path / "logs")
+    (tmp_path / "logs").mkdir()
+    async with RewardPool(config(patience=5.0), log=tmp_path / "logs" / "rewards.txt") as pool:
+        shutil.rmtree(tmp_path / "logs")
+        with pytest.raises(RoleDied, match=r"rewards-0 cannot be started: .*rewards\.txt: No such file"):
             await pool.score(items("exit", "ok"))
-
-    with pytest.raises(RoleDied, match=r"rewards-0 cannot be started: .*rewards\.txt: No such file"):
-        run(main())
 
 
 async def test_closing_leaves_no_process_and_answers_whoever_waits(config: Make) -> None:

@@ -30,15 +30,13 @@ def test_a_quick_group_travels_whole_and_slow_answers_one_by_one() -> None:
 
 @given(st.integers(1, 300), st.floats(0, 10))
 def test_chunks_cover_a_call_once_and_in_order(size: int, seconds: float) -> None:
-    pieces = chunks(call_of(size), seconds)
-    assert [index for chunk in pieces for index in chunk.indices] == list(range(size))
+    assert [index for chunk in chunks(call_of(size), seconds) for index in chunk.indices] == list(range(size))
 
 
 def test_the_answer_that_was_being_judged_is_blamed_alone() -> None:
     first, second = call_of(3), call_of(2)
-    outstanding = [Chunk(first, (0, 1, 2)), Chunk(second, (0, 1))]
     # 10 answers replied, 11 finished since the start, the 12th begun: index 1 of the first chunk.
-    found = blame(outstanding, judged=10, progress=23)
+    found = blame([Chunk(first, (0, 1, 2)), Chunk(second, (0, 1))], judged=10, progress=23)
     assert found.culprit == Chunk(first, (1,), losses=1)
     assert found.innocent == (Chunk(first, (0, 2)), Chunk(second, (0, 1)))
 
@@ -51,8 +49,7 @@ def test_nobody_is_blamed_for_a_worker_that_died_between_two_answers() -> None:
 
 
 def test_items_with_large_tests_go_in_chunks_that_a_frame_holds() -> None:
-    call = call_of(7, answer="x" * (20 << 20))
-    assert [len(chunk.indices) for chunk in chunks(call, 0.0)] == [3, 3, 1]
+    assert [len(chunk.indices) for chunk in chunks(call_of(7, answer="x" * (20 << 20)), 0.0)] == [3, 3, 1]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.integers(0, 50), st.data())
