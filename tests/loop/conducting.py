@@ -118,9 +118,7 @@ class ToyTrainer:
         if self.ill is not None and batch.step == self.ill_at:
             raise self.ill
         self.batches.append(batch)
-        return Update(
-            step=batch.step, version=batch.step, trained_tokens=8, masked_tokens=0, metrics=dict(self.measured)
-        )
+        return Update(step=batch.step, version=batch.step, trained_tokens=8, masked_tokens=0, metrics={**self.measured})
 
     async def published(self, version: int) -> None:
         await asyncio.sleep(self.writing)

@@ -124,8 +124,7 @@ async def test_each_set_is_evaluated_after_its_own_steps_or_minutes() -> None:
 
     recorder = cast(Recorder, desk)
     every_second = PeriodicEvaluation(evaluation, recorder, 2)
-    by_time = PeriodicEvaluation(evaluation, recorder, 0, seconds / 60, "timed")
-    both = Evaluations([every_second, by_time])
+    both = Evaluations([every_second, PeriodicEvaluation(evaluation, recorder, 0, seconds / 60, "timed")])
     await both.evaluate(0)
     for step in (1, 2, 3):
         both.after(update(step))
@@ -133,8 +132,7 @@ async def test_each_set_is_evaluated_after_its_own_steps_or_minutes() -> None:
     await asyncio.sleep(2 * seconds)
     both.after(update(5))
     await both.end()
-    counted = [at for at in desk.evaluated_at if at[0] == ""]
-    assert counted == [("", 0), ("", 2)]
+    assert [at for at in desk.evaluated_at if at[0] == ""] == [("", 0), ("", 2)]
     assert desk.evaluated_at[:2] == [("", 0), ("timed", 0)]
     assert ("timed", 5) in desk.evaluated_at
 
@@ -166,8 +164,7 @@ def test_an_evaluation_on_record_whose_policy_was_not_yet_kept_is_shown_after_a_
         if gone:
             cut.hold(4)
             shutil.rmtree(folder.policy(4))
-        lines = [evaluation_line(0, 0.1), evaluation_line(4, 0.9)]
-        again = BestPolicy(folder, print, keeps=True, earlier=lines)
+        again = BestPolicy(folder, print, keeps=True, earlier=[evaluation_line(0, 0.1), evaluation_line(4, 0.9)])
         evaluate(again, folder, 8, 0.8)
         assert best_weights(folder) == "weights 4"
         assert json.loads((folder.path / "best.json").read_text())["accuracy"] == 0.9
@@ -197,8 +194,7 @@ async def test_a_step_is_evaluated_once_and_one_that_was_cut_short_is_caught_up(
     async def evaluation() -> Evaluation:
         return measured(0.5)
 
-    one = PeriodicEvaluation(evaluation, cast(Recorder, desk), 3, earlier=[evaluation_line(0, 0.1)])
-    both = Evaluations([one])
+    both = Evaluations([PeriodicEvaluation(evaluation, cast(Recorder, desk), 3, earlier=[evaluation_line(0, 0.1)])])
     await both.evaluate(0)
     for version in (2, 4, 5):  # step 3 was due, and has no line
         both.catch_up(version)

@@ -57,8 +57,7 @@ def test_tokens_of_an_evaluation_are_never_counted_as_generated_for_training(des
     desk.work = Work(generated=100)
     desk.recorder.polled()
     assert desk.recorder.totals().generated == 100
-    tokens = Segment.of((7,) * 20, stop_reason=StopReason.STOP)
-    evaluated = Completion("evaluation.1", 0, tokens)
+    evaluated = Completion("evaluation.1", 0, Segment.of((7,) * 20, stop_reason=StopReason.STOP))
     desk.recorder.evaluation_sampled(evaluated)  # sampled after that poll: not among the 100
     assert desk.recorder.totals().generated == 100
     desk.work = Work(generated=130)

@@ -29,7 +29,7 @@ from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
 from stretto.processes.supervisor import RestartBudget
-from tests.asynchronous import Test, run_by
+from tests.asynchronous import Test, run_by, until
 from tests.faults.simulation import VirtualLoop
 from tests.loop.simulated_guests import Machine, SimulatedClient, SimulatedProcess, length
 
@@ -160,8 +160,7 @@ class Story:
         for number in itertools.count():
             if self.now >= SECONDS:
                 break
-            while self.pool.live < 0 or len([task for task in tasks if not task.done()]) >= 8:
-                await asyncio.sleep(0.1)
+            await until(lambda: not (self.pool.live < 0 or len([task for task in tasks if not task.done()]) >= 8), 0.1)
             tasks.add(asyncio.create_task(self.group(number)))
             await asyncio.sleep(self.chance.random() * 0.3)
         await asyncio.gather(*tasks)
@@ -261,8 +260,7 @@ async def test_a_group_whose_engines_depart_six_times_comes_whole(story: Story, 
             assert story.pool.open == {"0.0.0"}
             story.join()
             await getattr(story, how)(name)
-            while not story.pool.open and not group.done():
-                await asyncio.sleep(0.05)
+            await until(lambda: story.pool.open or group.done(), 0.05)
         await group
     assert story.done == {"0.0.0"}
 
@@ -285,9 +283,7 @@ async def test_what_a_drained_engine_had_sampled_is_journaled_before_it_leaves(s
 
 
 @in_story(kills=True)
-async def test_an_engine_that_is_killed_at_the_moment_its_machine_is_reached_again_samples_nothing_more(
-    story: Story,
-) -> None:
+async def test_an_engine_that_is_killed_as_its_machine_is_reached_again_samples_nothing_more(story: Story) -> None:
     """Of the engines of these stories: a token of no version would be nobody's fault but theirs."""
     async with begun(story):
         (machine,) = story.machines.values()

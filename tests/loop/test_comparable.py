@@ -108,9 +108,7 @@ OLD = evaluation_line(0, 0.9)
         (msgspec.structs.replace(OLD, asked="b"), msgspec.structs.replace(OLD, asked="a"), False),
     ],
 )
-def test_where_a_line_tells_less_the_numbers_decide(
-    one: EvaluationLine, other: EvaluationLine, comparable: bool
-) -> None:
+def test_where_lines_tell_less_numbers_decide(one: EvaluationLine, other: EvaluationLine, comparable: bool) -> None:
     for first, last in ((one, other), (other, one)):
         assert (first in alike([first, last])) == comparable
 

@@ -71,9 +71,7 @@ def test_an_evaluation_under_way_at_the_end_of_the_training_is_not_aborted(stage
     assert stage.fleet.gave_up == {"0.7.0"}
 
 
-def test_every_step_trains_a_batch_and_publishes_a_version_and_checkpoints_are_where_they_are_due(
-    stage: Stage,
-) -> None:
+def test_every_step_trains_a_batch_and_publishes_a_version_and_checkpoints_are_where_due(stage: Stage) -> None:
     controller = stage.play()
     assert [(batch.step, batch.version) for batch in stage.trainer.batches] == [(at + 1, at) for at in range(6)]
     assert (controller.published, controller.live, stage.fleet.version) == (6, 6, 6)
@@ -101,8 +99,7 @@ def test_steps_go_on_while_a_version_is_written_and_engines_hear_of_it_when_it_i
 
     stage.fleet, stage.trainer = Fleet(), ToyTrainer(writing=0.02)
     controller = stage.play(max_staleness=4, steps=8)
-    versions = [version for version, _ in heard]
-    assert versions == list(range(1, 9)), "one after the other, to the last"
+    assert [version for version, _ in heard] == list(range(1, 9)), "one after the other, to the last"
     assert all(steps >= version for version, steps in heard)
     assert any(steps > version for version, steps in heard), "a later step was trained while it was written"
     assert (controller.published, controller.live) == (8, 8)
@@ -141,15 +138,13 @@ def test_whoever_goes_on_asks_what_was_not_trained_and_nothing_else(stage: Stage
 def test_a_stop_ends_after_the_step_in_progress(stage: Stage) -> None:
     stage.trainer.seconds = 0.1
     stage.fleet.seconds = 0.01
-    controller = stage.play(stop_after=0.05, steps=1000)
-    assert controller.published == 1
+    assert stage.play(stop_after=0.05, steps=1000).published == 1
     assert [batch.step for batch in stage.trainer.batches] == [1]
 
 
 def test_a_stop_does_not_wait_for_a_step_for_ever(stage: Stage) -> None:
     stage.trainer.seconds = 20
-    controller = stage.play(stop_after=0.05, deadlines={"stop": 0.05})
-    assert controller.published == 0
+    assert stage.play(stop_after=0.05, deadlines={"stop": 0.05}).published == 0
     assert stage.trainer.batches == []
 
 
@@ -234,9 +229,7 @@ def test_a_run_in_which_nothing_moves_says_who_waits_for_what(stage: Stage, quic
         stage.play(deadlines={"still": 0.2})
 
 
-def test_an_engine_that_does_not_say_how_it_is_holds_up_nobody(
-    stage: Stage, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_engine_without_a_word_holds_up_nobody(stage: Stage, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.fleet.seconds = 20
 
     async def poll(patience: float | None) -> list[Span]:
@@ -257,8 +250,7 @@ def test_a_long_step_of_a_trainer_that_works_is_no_standstill(stage: Stage, quic
 
 
 def test_a_run_in_which_every_group_is_filtered_says_so(stage: Stage) -> None:
-    expected = r"\d+ groups in flight, 0 buffered, \d\d+ filtered and gave up"
-    with pytest.raises(DeadlineExceeded, match=expected):
+    with pytest.raises(DeadlineExceeded, match=r"\d+ groups in flight, 0 buffered, \d\d+ filtered and gave up"):
         stage.play(group_size=1, filter="zero_variance", deadlines={"batch": 0.2})
     assert stage.said[:2] == [
         "8 groups were filtered since the last batch (the filters of [rollout])",
@@ -266,9 +258,7 @@ def test_a_run_in_which_every_group_is_filtered_says_so(stage: Stage) -> None:
     ]
 
 
-def test_what_is_on_record_is_written_while_nothing_happens(
-    stage: Stage, quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_records_are_written_while_nothing_happens(stage: Stage, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:
     stage.fleet.seconds = 20
     on_file: list[int] = []
 
@@ -339,9 +329,7 @@ def test_a_bound_that_the_run_finds_itself_is_on_record_and_goes_on_after_a_resu
     assert [one.max_staleness for one in steps] == [1, 2, 2, 2, 4, 4, 4, 4, 4]  # when the batch was taken
 
 
-def test_a_number_of_groups_in_flight_that_the_run_finds_itself_is_on_record(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_number_in_flight_that_a_run_finds_is_on_record(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine of which a tenth is needed has room for twice as many groups. The run that goes on has an evaluation's
     completion in its engine: how full it is says nothing of the groups then."""
     monkeypatch.setattr("stretto.loop.conductor._POLL_SECONDS", 0.2)

@@ -141,14 +141,14 @@ class LiesAfterFour(LostAfterFour):
         return {id: {0: written(count, self.told).written_by(name)} for id, (count,) in known.items()}
 
 
-def test_what_a_server_told_of_a_request_of_which_it_lied_is_in_no_journal_and_no_completion(tmp_path: Path) -> None:
+async def test_what_a_server_told_of_a_request_of_which_it_lied_is_in_no_journal_or_completion(tmp_path: Path) -> None:
     """`a` writes two tokens and is killed; `b` tells four more, the last of them NaN, say; `c` goes on behind two."""
     path, in_file = tmp_path / "ledger.sqlite", list[int]()
 
-    async def main(ledger: Ledger) -> Completion:
+    with closing(Ledger(path, StoreConfig(flush_seconds=0.0))) as ledger:
+        ledger.issue("7", Prompt(id="17", token_ids=(1,), text="1", answer="2"), 1, 0)
         engines = LiesAfterFour()
         in_flight = InFlight(engines, ledger, {})
-
         answering = asyncio.ensure_future(anext(in_flight.generate(REQUEST)))
         for told in (2, 4, 6, 3):
             if told != 6:
@@ -161,12 +161,7 @@ def test_what_a_server_told_of_a_request_of_which_it_lied_is_in_no_journal_and_n
             if told != 4:
                 engines.go_on.set()
         completion = await answering
-        assert engines.asked == [(), ANSWER[:2], ANSWER[:2]]
-        return completion
-
-    with closing(Ledger(path, StoreConfig(flush_seconds=0.0))) as ledger:
-        ledger.issue("7", Prompt(id="17", token_ids=(1,), text="1", answer="2"), 1, 0)
-        completion = asyncio.run(main(ledger))
+    assert engines.asked == [(), ANSWER[:2], ANSWER[:2]]
     assert in_file == [2, 4, 6, 3]
     assert completion.engines == (("a", 2), ("c", 8))
 
@@ -192,10 +187,11 @@ class LiesOfTheSecond:
         return {}
 
 
-def test_a_completion_that_ended_before_its_engine_lied_in_the_same_request_is_dropped_too(tmp_path: Path) -> None:
+async def test_a_completion_that_ended_before_its_engine_lied_in_the_same_request_is_dropped(tmp_path: Path) -> None:
     path, request = tmp_path / "ledger.sqlite", msgspec.structs.replace(REQUEST, seeds=(0, 1))
 
-    async def main(ledger: Ledger) -> list[Completion]:
+    with closing(Ledger(path, StoreConfig(flush_seconds=0.0))) as ledger:
+        ledger.issue("7", Prompt(id="17", token_ids=(1,), text="1", answer="2"), 2, 0)
         engines = LiesOfTheSecond()
         in_flight = InFlight(engines, ledger, {})
 
@@ -212,11 +208,6 @@ def test_a_completion_that_ended_before_its_engine_lied_in_the_same_request_is_d
         completions = await answering
         assert engines.asked == [(0, 1), (0, 1)]
         assert read_unfinished(path)[0].members == {}, "nothing of `a`, and nothing of `b` as yet"
-        return completions
-
-    with closing(Ledger(path, StoreConfig(flush_seconds=0.0))) as ledger:
-        ledger.issue("7", Prompt(id="17", token_ids=(1,), text="1", answer="2"), 2, 0)
-        completions = asyncio.run(main(ledger))
     assert [(one.member, one.engines) for one in completions] == [(0, (("b", 10),)), (1, (("b", 10),))]
 
 
@@ -257,8 +248,7 @@ async def test_a_turn_of_a_group_that_was_given_up_is_refused_and_leaves_nothing
     engines = LostAfterFour()
     in_flight = InFlight(engines, journal, {})
     in_flight.begin("0.17.0/3")
-    prefix = msgspec.structs.replace(written(0, 4), parent=0)
-    asked = TurnRequest(1, (1, 2), SAMPLING, seed=0, prefix=prefix)
+    asked = TurnRequest(1, (1, 2), SAMPLING, seed=0, prefix=msgspec.structs.replace(written(0, 4), parent=0))
     if late == "before":
         in_flight.forget("0.17.0")
     turn = asyncio.ensure_future(in_flight.turn("0.17.0/3", asked))

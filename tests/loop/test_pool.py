@@ -41,7 +41,7 @@ from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.proving import Proving
 from stretto.processes.supervisor import RestartBudget
-from tests.asynchronous import Test, run_by
+from tests.asynchronous import Test, run_by, until
 from tests.launch.running import wait_until
 from tests.launch.warm import children_of
 from tests.loop.forking import ENGINE, toys
@@ -148,8 +148,7 @@ async def test_a_completion_names_the_engines_that_wrote_it_in_their_order(fleet
 @in_fleet()
 async def test_pieces_have_the_name_of_the_engine_that_tells_them(fleet: EnginePool) -> None:
     waiting = [asyncio.ensure_future(answers(fleet, request(id, STAY_SILENT, answers=1))) for id in "ab"]
-    while len(fleet.open) < 2:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(fleet.open) >= 2)
     found = await fleet.partials({"a": [0], "b": [0]})
     told = {id: piece.engines for id, members in found.items() for piece in members.values()}
     assert sorted(told) == ["a", "b"]
@@ -164,8 +163,7 @@ async def test_a_published_version_reaches_every_engine(fleet: EnginePool) -> No
     fleet.on_load = live.append
     loading = asyncio.ensure_future(fleet.keep_loaded())
     fleet.publish(7)
-    while fleet.live < 7:
-        await asyncio.sleep(0.01)
+    await until(lambda: fleet.live >= 7)
     loading.cancel()
     await fleet.reach(9)
     (completion,) = await answers(fleet, request("0", answers=1))
@@ -173,17 +171,14 @@ async def test_a_published_version_reaches_every_engine(fleet: EnginePool) -> No
 
 
 @in_fleet()
-async def test_when_the_engine_with_the_oldest_version_dies_the_others_are_live_at_once(
-    fleet: EnginePool, folder: Path
-) -> None:
+async def test_when_the_engine_of_the_oldest_version_dies_others_are_live(fleet: EnginePool, folder: Path) -> None:
     newer, older = fleet._engines.values()
     await newer.reach(7)
     live: list[int] = []
     fleet.on_load = live.append
     (folder / "newest").write_text("broken")  # no replacement comes up
     older.process.kill()
-    while 7 not in live:
-        await asyncio.sleep(0.01)
+    await until(lambda: 7 in live)
 
 
 @in_fleet(count=1, start=0.01)
@@ -192,9 +187,7 @@ async def test_an_engine_may_wait_for_the_first_publication_longer_than_for_its_
 
 
 @in_fleet(count=1)
-async def test_an_engine_that_dies_is_replaced_with_the_newest_version(
-    fleet: EnginePool, folder: Path, said: list[str]
-) -> None:
+async def test_an_engine_that_dies_is_replaced_by_the_newest(fleet: EnginePool, folder: Path, said: list[str]) -> None:
     await fleet.reach(3)
     (folder / "newest").write_text("4")  # published while it is dead
     with pytest.raises(EngineLost, match="engine-0 "):
@@ -312,8 +305,7 @@ async def test_an_engine_that_is_slow_to_reply_is_heard_when_it_does(fleet: Engi
 async def test_while_one_engine_is_away_the_other_answers_everything(fleet: EnginePool) -> None:
     with pytest.raises(EngineLost):
         await answers(fleet, request("0", DIE))
-    groups = await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(20)))
-    assert len(groups) == 20
+    assert len(await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(20)))) == 20
 
 
 def answers_after(folder: Path, what: int, **deadlines: float) -> list[str]:
@@ -340,9 +332,7 @@ def test_an_engine_that_nobody_can_reach_is_replaced_though_its_process_goes_on(
     assert answers_after(folder, TURN_DEAF, hung=0.3) == [KILLED]
 
 
-def test_a_suspected_engine_that_accepts_a_probe_and_does_not_reply_is_replaced_when_it_counts_as_hung(
-    folder: Path,
-) -> None:
+def test_a_suspected_engine_that_takes_a_probe_and_says_nothing_is_replaced_once_it_is_hung(folder: Path) -> None:
     """Its heartbeats, one a second, go on."""
     assert answers_after(folder, TURN_MUTE, hung=1.5, answer=600.0) == [KILLED]
 
@@ -396,9 +386,7 @@ def test_an_engine_that_is_killed_while_it_starts_is_replaced(folder: Path) -> N
 
 
 @in_fleet(count=1, start=1.0)
-async def test_a_replacement_that_is_never_ready_is_replaced_as_well(
-    fleet: EnginePool, folder: Path, said: list[str]
-) -> None:
+async def test_a_replacement_that_is_never_ready_is_replaced(fleet: EnginePool, folder: Path, said: list[str]) -> None:
     (folder / "newest").write_text("hangs 4")
     with pytest.raises(EngineLost):
         await answers(fleet, request("0", DIE))
@@ -408,11 +396,8 @@ async def test_a_replacement_that_is_never_ready_is_replaced_as_well(
 
 
 def test_an_engine_that_stays_silent_is_named_after_its_deadline(folder: Path) -> None:
-    async def work(fleet: EnginePool) -> list[Completion]:
-        return await answers(fleet, request("0", STAY_SILENT))
-
     with pytest.raises(DeadlineExceeded, match=r"the client of engine-0 waited 0\.2 s for the next completion to 0"):
-        played(folder, work, count=1, answer=0.2)
+        played(folder, lambda fleet: answers(fleet, request("0", STAY_SILENT)), count=1, answer=0.2)
 
 
 @in_fleet(count=1)

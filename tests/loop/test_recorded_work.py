@@ -114,8 +114,7 @@ def test_the_accuracy_stands_where_nothing_was_judged_since_also_over_a_resume(d
     judged(desk, Outcome.RIGHT, Outcome.WRONG)
     desk.one_step()
     desk.ledger.flush()
-    resumed = Desk(desk.folder, desk.ledger)
-    resumed.recorder.updated(BATCH, UPDATE)
+    Desk(desk.folder, desk.ledger).recorder.updated(BATCH, UPDATE)
     steps, _ = read_metrics(desk.folder.metrics)
     assert [step.accuracy for step in steps] == [0.5, 0.5]
 
@@ -132,8 +131,7 @@ def test_a_step_has_the_share_of_undecided_completions_and_the_most_frequent_rea
     resumed.recorder.updated(BATCH, UPDATE)
     (step, _), _ = read_metrics(desk.folder.metrics)
     assert step.undecided == 6 / 8  # those that the process before has judged count too
-    assert step.undecided_reason == "the reward raised KeyError: 'b'"
-    assert step.accuracy == 0.5
+    assert (step.undecided_reason, step.accuracy) == ("the reward raised KeyError: 'b'", 0.5)
 
 
 def test_a_step_without_any_verdict_since_the_one_before_counts_nothing_twice(desk: Desk) -> None:
@@ -157,9 +155,7 @@ def span(version: int, start: float) -> Span:
         (20.0, 400.0, 5_010.5),  # its Unix time is wrong: the spans go on after the newest one
     ],
 )
-def test_spans_of_a_run_have_one_time_axis_over_restarts_of_its_machine(
-    monotonic: float, unix: float, start: float
-) -> None:
+def test_spans_of_a_run_have_one_time_axis_over_machine_restarts(monotonic: float, unix: float, start: float) -> None:
     """The first process began at 5,000 s of its clock, at 1,000,000 s of Unix time; its newest span ends at 5,010.5."""
     assert span_offset(None, 5_000.0, 1_000_000.0) == 0.0
     assert monotonic + span_offset((995_000.0, 5_010.5), monotonic, unix) == start

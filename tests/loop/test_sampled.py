@@ -52,8 +52,7 @@ def test_a_right_and_a_wrong_completion_are_shown_beside_each_other_and_kept(fol
         ("3+8=12", (6, 7), 0.0),
         ("3+8=11", (7,), 1.0),
     ]
-    silent = WatchedSamples(folder, said.append, seconds=0)
-    silent.judged(PROMPT, [trajectory(RIGHT)])
+    WatchedSamples(folder, said.append, seconds=0).judged(PROMPT, [trajectory(RIGHT)])
     assert len(said) == 2
 
 

@@ -25,7 +25,7 @@ from stretto.processes.spawn import Spawner
 from stretto.store.run_folder import RunFolder
 from stretto.trainer.messages import TrainerSpec
 from stretto_app.forking import server as fork_server
-from tests.asynchronous import Test, run_by
+from tests.asynchronous import Test, run_by, until
 from tests.launch.running import children, wait_until
 from tests.launch.warm import children_of
 from tests.loop.forking import TRAINER, toys
@@ -51,15 +51,7 @@ def played(
 ) -> T:
     """Start a trainer that plays the first of the parts (see `toy_trainer`), whose replacements play the others."""
     (folder / "script").write_text("\n".join(parts))
-    spec = TrainerSpec(
-        model=str(folder / "script"),
-        mailbox="toy",
-        mailbox_folder=str(folder),
-        trainer="{}",
-        algorithm="{}",
-        sampling=Sampling(max_tokens=4),
-        threads=1,
-    )
+    spec = TrainerSpec(str(folder / "script"), "toy", str(folder), "{}", "{}", Sampling(max_tokens=4), threads=1)
     server = toys()
     before, played = children(), children_of(server.pid)
 
@@ -115,9 +107,7 @@ def test_a_trainer_that_dies_in_a_step_or_before_it_is_ready_is_replaced(
     assert replaced(tmp_path, parts) == said
 
 
-def test_a_trainer_that_dies_is_replaced_although_the_fork_server_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_trainer_is_replaced_while_a_fork_server_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer that it did not fork is one with an interpreter of its own; its end of the wire lies in the server's
     queue as well."""
     monkeypatch.setattr(fork_server, "_STALL_SECONDS", 0.3)
@@ -211,9 +201,7 @@ async def test_a_checkpoint_whose_trainer_dies_is_lost_and_the_run_goes_on(link:
 
 
 @linked(["cannot write"])
-async def test_a_checkpoint_that_cannot_be_written_is_an_error_with_its_exit_code(
-    link: TrainerLink, tmp_path: Path
-) -> None:
+async def test_a_checkpoint_that_cannot_be_written_is_an_error_with_a_code(link: TrainerLink, tmp_path: Path) -> None:
     with pytest.raises(RoleFailed, match="trainer: no space left") as caught:
         await link.save_checkpoint(tmp_path / "step-000001")
     assert caught.value.exit_code == 1
@@ -232,8 +220,7 @@ def test_a_trainer_that_dies_too_often_before_it_is_ready_ends_the_run(tmp_path:
 async def test_a_trainer_that_ends_while_nobody_wants_anything_is_replaced(link: TrainerLink, tmp_path: Path) -> None:
     watch = asyncio.create_task(link.supervise())
     link.process.kill()
-    while still_to_play(tmp_path):
-        await asyncio.sleep(0.01)
+    await until(lambda: not still_to_play(tmp_path))
     update = await link.train(BATCH)
     watch.cancel()
     assert update.step == 1
@@ -245,8 +232,7 @@ async def test_a_trainer_that_ends_with_one_of_its_ranks_names_it(
     link: TrainerLink, tmp_path: Path, idle: bool, said: list[str]
 ) -> None:
     watch = asyncio.create_task(link.supervise())
-    while idle and still_to_play(tmp_path):
-        await asyncio.sleep(0.01)
+    await until(lambda: not (idle and still_to_play(tmp_path)))
     update = await link.train(BATCH)
     watch.cancel()
     assert update.step == 1
@@ -270,8 +256,7 @@ def test_an_order_that_outlives_the_stop_starts_no_other_trainer(tmp_path: Path,
 @linked(["dies", *["lingers"] * 3])
 async def test_a_stop_in_the_middle_of_a_replacement_leaves_no_process(link: TrainerLink, moment: float) -> None:
     order = asyncio.create_task(link.train(BATCH))
-    while link.process.running:
-        await asyncio.sleep(0)
+    await until(lambda: not link.process.running, 0)
     await asyncio.sleep(moment)
     await link.stop(0.1)
     with pytest.raises(RoleDied):

@@ -59,9 +59,7 @@ def step(part: str, version: int) -> Trained:
         case "computes":
             while True:
                 pass
-    return Trained(
-        update=Update(step=version, version=version, trained_tokens=1, masked_tokens=0, metrics={}), spans=()
-    )
+    return Trained(Update(step=version, version=version, trained_tokens=1, masked_tokens=0, metrics={}), spans=())
 
 
 def play(text: str) -> None:
