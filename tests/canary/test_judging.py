@@ -246,18 +246,14 @@ async def test_a_guest_that_disagrees_leaves_and_the_run_goes_on(run: Run, wrong
     assert "0.01 nats" in run.said[-1]
 
 
-def test_a_version_that_a_machine_has_pulled_for_seven_steps_is_proven() -> None:
-    run = Run(guest=True)
-
-    async def work() -> None:
-        await run.pool.until_up(60)
-        run.client.pulls = 75.0
-        await run.steps(7)
-        run.client.pulls = 0.0
-        await run.steps(1)
-        assert run.handle.version == run.version
-
-    play(run, work)
+@playing(guest=True)
+async def test_a_version_that_a_machine_has_pulled_for_seven_steps_is_proven(run: Run) -> None:
+    await run.pool.until_up(60)
+    run.client.pulls = 75.0
+    await run.steps(7)
+    run.client.pulls = 0.0
+    await run.steps(1)
+    assert run.handle.version == run.version
 
 
 def test_a_version_whose_canary_is_gone_is_refused_at_once() -> None:
