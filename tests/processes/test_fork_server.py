@@ -28,7 +28,7 @@ from stretto_app.forking import role as fork_server_role
 from stretto_app.forking import server as module
 from stretto_app.forking.role import fork_server
 from stretto_app.forking.server import ForkServer, accelerated
-from tests.asynchronous import run_by
+from tests.asynchronous import run_by, until
 from tests.processes.conftest import ROLE
 from tests.processes.stubborn_role import StubbornSpec
 
@@ -60,8 +60,8 @@ def spawn(folder: Path, spec: StubbornSpec, **further: object) -> Spawn:
 
 
 async def up(folder: Path, times: int = 1) -> None:
-    while not (folder / "log.txt").exists() or (folder / "log.txt").read_text().count("up") < times:
-        await asyncio.sleep(0.01)
+    log = folder / "log.txt"
+    await until(lambda: log.exists() and log.read_text().count("up") >= times)
 
 
 def children_of(pid: int) -> list[int]:
@@ -121,9 +121,7 @@ async def test_more_roles_start_at_once_than_the_wire_holds_orders(
 
 
 @with_shared
-async def test_a_role_is_a_child_of_the_fork_server_with_a_session_and_a_log_of_its_own(
-    server: ForkServer, tmp_path: Path
-) -> None:
+async def test_a_role_is_a_child_of_the_fork_server_with_a_session_and_log(server: ForkServer, tmp_path: Path) -> None:
     role = await server.start(spawn(tmp_path, StubbornSpec(seconds=0.3, code=7)))
     await up(tmp_path)
     assert parent_of(role.pid) == server.pid
@@ -196,8 +194,7 @@ async def test_a_role_has_its_environment_and_the_descriptors_that_it_inherits_u
     lines = Path(f"/proc/{server.pid}/environ").read_bytes().decode().split("\0")
     inherited = dict(line.split("=", 1) for line in lines if line)
     assert beaten == b"."
-    assert inherited["OMP_NUM_THREADS"] == "1"
-    assert inherited["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert (inherited["OMP_NUM_THREADS"], inherited["OMP_WAIT_POLICY"]) == ("1", "PASSIVE")
 
 
 @with_shared
@@ -250,13 +247,11 @@ async def test_a_role_that_nobody_waits_for_any_more_is_ended(
     os.kill(server.pid, signal.SIGSTOP)
     orders = tries(monkeypatch)
     starting = asyncio.create_task(server.start(spawn(tmp_path, StubbornSpec())))
-    while not orders:
-        await asyncio.sleep(0)
+    await until(lambda: orders, 0)
     starting.cancel()
     os.kill(server.pid, signal.SIGCONT)
     await (await server.start(spawn(tmp_path, StubbornSpec(seconds=0.0)))).wait()
-    while children_of(server.pid):
-        await asyncio.sleep(0.01)
+    await until(lambda: not children_of(server.pid))
 
 
 @pytest.fixture

@@ -153,8 +153,7 @@ def test_a_proof_that_is_sent_back_to_its_maker_proves_nothing() -> None:
     """The other side answers with our own messages: a call is never taken for an admission."""
 
     def mirror(far: socket.socket) -> None:
-        hello = far.recv(65536)
-        far.sendall(hello)
+        far.sendall(far.recv(65536))
 
     with beside(mirror) as (near, _), pytest.raises(HandshakeRefused, match="rank 0 sent a message out of order"):
         greet(near)

@@ -83,8 +83,7 @@ def test_a_head_of_at_most_64_kib_is_answered_and_a_longer_one_refused(
         for _ in range(before):
             client.sendall(_ASKED)
             assert answer(client)[0] == 200
-        places = [0, *sorted(int(cut * size) for cut in cuts), size]
-        for start, end in pairwise(places):
+        for start, end in pairwise([0, *sorted(int(cut * size) for cut in cuts), size]):
             client.sendall(sent[start:end])
             time.sleep(0.001)  # a piece of its own, mostly
         status, said = answer(client)

@@ -14,7 +14,7 @@ from stretto.core.errors import RoleDied
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, describe_exit, environment
 from stretto_app.forking.server import ForkServer
-from tests.asynchronous import Test, run_by
+from tests.asynchronous import Test, run_by, until
 from tests.processes.conftest import ROLE
 from tests.processes.stubborn_role import StubbornSpec
 
@@ -44,8 +44,7 @@ def played(spec: StubbornSpec, *, fresh: bool = False, hung: float = math.inf) -
             assert role.running
             try:
                 async with asyncio.timeout(20):
-                    while not role.log.read_text():
-                        await asyncio.sleep(0.01)
+                    await until(lambda: role.log.read_text())
                     await work(role)
             finally:
                 await role.stop(5)
@@ -80,8 +79,7 @@ async def test_a_role_that_ignores_sigterm_is_killed_after_its_grace(role: RoleP
 async def test_a_process_that_a_role_leaves_behind_is_killed(role: RoleProcess) -> None:
     assert await role.ended() == "ended with exit code 7"
     state = Path(f"/proc/{int(role.log.read_text())}/stat")
-    while state.exists() and state.read_text().rpartition(")")[2].split()[0] not in "ZX":
-        await asyncio.sleep(0.01)
+    await until(lambda: not state.exists() or state.read_text().rpartition(")")[2].split()[0] in "ZX")
 
 
 @played(StubbornSpec(), fresh=True)
@@ -102,13 +100,10 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @played(BEATING, hung=0.9)
-async def test_a_role_that_hangs_is_killed_whether_or_not_anybody_waits_for_its_end(
-    role: RoleProcess, often: None
-) -> None:
+async def test_a_role_that_hangs_is_killed_if_anybody_waits_for_its_end_or_not(role: RoleProcess, often: None) -> None:
     await asyncio.sleep(0.2)  # its first heartbeat has come
     os.kill(role.pid, signal.SIGSTOP)
-    while role.running:
-        await asyncio.sleep(0.05)
+    await until(lambda: not role.running, 0.05)
     assert await role.last_words() == "sent no heartbeat for 1 s and was killed"
 
 

@@ -39,8 +39,7 @@ def test_the_first_replacement_is_at_once_and_later_ones_wait_longer_and_longer(
     role = Starts(failures=4)
     budget = RestartBudget(allowed=10, delay=1.0, factor=2.0, longest=3.0)
     assert asyncio.run(role.supervisor(budget).replace("was killed")) == 5
-    assert role.pauses == [0.0, 1.0, 2.0, 3.0, 3.0]
-    assert role.told[0] == "role was killed: a new one is started"
+    assert (role.pauses, role.told[0]) == ([0.0, 1.0, 2.0, 3.0, 3.0], "role was killed: a new one is started")
     assert role.told[1] == "role ended at start 1: a new one is started"
 
 
@@ -81,14 +80,14 @@ def test_an_end_that_was_not_its_fault_does_not_count() -> None:
         asyncio.run(role.supervisor(budget).replace("was killed"))
 
 
-def test_keep_replaces_until_the_budget_is_spent() -> None:
+async def test_keep_replaces_until_the_budget_is_spent() -> None:
     role, ends = Starts(failures=0), iter(["was killed", "ended with exit code 3", "was killed again"])
 
     async def ended() -> str:
         return next(ends)
 
     with pytest.raises(RoleDied, match="was killed again, 3 times"):
-        asyncio.run(role.supervisor(RestartBudget(allowed=2, delay=0.0)).keep(ended))
+        await role.supervisor(RestartBudget(allowed=2, delay=0.0)).keep(ended)
     assert role.count == 2
 
 

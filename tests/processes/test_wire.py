@@ -64,9 +64,7 @@ async def test_messages_arrive_in_order_and_the_end_is_told() -> None:
     assert how == "closed its connection"
 
 
-async def test_a_large_order_goes_to_many_in_pieces_and_no_heartbeat_comes_between(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_large_order_goes_to_many_in_pieces_no_heartbeat_between(monkeypatch: pytest.MonkeyPatch) -> None:
     """To four, of 8 MiB: nobody hears nothing for long, and no copy waits for each of them."""
     monkeypatch.setattr(wire_module, "HEARTBEAT_SECONDS", 0.001)
     order, waiting = SavePolicy(folder="x" * (8 << 20)), list[int]()
