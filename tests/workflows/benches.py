@@ -92,15 +92,8 @@ class Bench:
 
     def exchange(self, member: int) -> Exchange:
         record = self.records.setdefault(member, MemoryRecord())
-        session = Session(
-            f"0.17.0/{member}",
-            PROMPT.token_ids,
-            member,
-            self.model.sampler(record),
-            record,
-            record.segments,
-            record.calls,
-        )
+        sampler, id = self.model.sampler(record), f"0.17.0/{member}"
+        session = Session(id, PROMPT.token_ids, member, sampler, record, record.segments, record.calls)
         task = WorkflowTask("17", PROMPT.text, PROMPT.answer, ({"role": "user", "content": "3+4="},), member=member)
         return Exchange(session, PROMPT, task, self.services)
 
@@ -119,3 +112,7 @@ class Bench:
 
     def run(self) -> list[Trajectory]:
         return asyncio.run(self._run())
+
+
+#: Makes a bench of a workflow of the tests or a built-in one, with settings; `members`: its trajectories.
+MakeBench = Callable[..., Bench]

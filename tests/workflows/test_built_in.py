@@ -97,10 +97,8 @@ def test_tools_are_called_as_the_template_has_them(tmp_path: Path) -> None:
             return text.rpartition("<tool_response>\n")[2].partition("\n")[0]
         return '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call>'
 
-    config = WorkflowConfig(function="tools", settings={"tools": ["calculator"]})
-    trajectory, _ = played(config, script, tmp_path)
-    assert trajectory.verdict.reward == 1.0
-    assert trajectory.verdict.rewards == {"calls": 1.0}
+    trajectory, _ = played(WorkflowConfig(function="tools", settings={"tools": ["calculator"]}), script, tmp_path)
+    assert (trajectory.verdict.reward, trajectory.verdict.rewards) == (1.0, {"calls": 1.0})
     assert "<tool_response>\n7\n</tool_response>" in spelling(trajectory, len(trajectory.segments) - 1)
 
 
@@ -228,6 +226,5 @@ def test_the_examples_do_what_they_say(example: str, says: dict[str, str], rewar
         text = text.replace("<|im_end|>", "")
         return next(said for behind, said in reversed(says.items()) if text.endswith(behind))
 
-    config = WorkflowConfig(function=example, path=str(EXAMPLES))
-    trajectory, _ = played(config, script, tmp_path, chat=False)
+    trajectory, _ = played(WorkflowConfig(function=example, path=str(EXAMPLES)), script, tmp_path, chat=False)
     assert trajectory.verdict.reward == reward, trajectory.verdict.reason or json.dumps(trajectory.text)

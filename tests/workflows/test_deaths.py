@@ -3,7 +3,6 @@ and however many processes there are; what has lost a process is alone in the ne
 
 import asyncio
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from stretto_workflows.exchange import Exchange
 from stretto_workflows.pool import WorkflowPool
 from stretto_workflows.wire import MemberEnded
 from stretto_workflows.worker_process import WorkerLost, WorkflowProcess
-from tests.workflows.benches import OWN, Bench, asks
+from tests.workflows.benches import OWN, Bench, MakeBench, asks
 
 
 class SimulatedProcess(WorkflowProcess):
@@ -114,10 +113,8 @@ def ended(
     return asyncio.run(run()), Process
 
 
-def test_real_processes_lose_their_culprits_alone(bench: Callable[..., Bench]) -> None:
-    made = bench("Mixed", {"culprits": [1, 4]}, workers=2, max_failed=1.0)
-    made.members = 10
-    found = made.run()
-    reasons = [trajectory.verdict.reason for trajectory in found]
+def test_real_processes_lose_their_culprits_alone(bench: MakeBench) -> None:
+    made = bench("Mixed", {"culprits": [1, 4]}, workers=2, max_failed=1.0, members=10)
+    reasons = [trajectory.verdict.reason for trajectory in made.run()]
     assert [bool(reason) for reason in reasons] == [member in (1, 4) for member in range(10)], reasons
     assert {reasons[1], reasons[4]} == {"its process ended 3 times: the last one ended with exit code 3"}

@@ -2,7 +2,6 @@
 action behind exactly what was said before; rewards are by action, and a world that raises fails the trajectory."""
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from stretto_workflows.pool import WorkflowGroups, WorkflowPool
 from stretto_workflows.session import MemoryRecord, Session
 from tests.rollout.test_controller import controller
 from tests.store.make import judged
-from tests.workflows.benches import PROMPT, Bench
+from tests.workflows.benches import PROMPT, Bench, MakeBench
 from tests.workflows.test_built_in import TOKENIZER, played, spelling
 
 WORLD = "tests.workflows.guessing:Guessing"
@@ -108,9 +107,7 @@ def groups_of(worker: Worker, bench: Bench) -> WorkflowGroups:
     return WorkflowGroups(cast(WorkflowPool, worker), open_session, QuestionDetails(), bench.services)
 
 
-async def test_the_trajectories_of_a_group_play_one_episode_and_other_groups_another(
-    bench: Callable[..., Bench],
-) -> None:
+async def test_the_trajectories_of_a_group_play_one_episode_and_other_groups_another(bench: MakeBench) -> None:
     worker, (control, _) = Worker(), controller(batch_size=2, group_size=3)
     groups = groups_of(worker, bench("Asks"))
     for _ in range(2):
@@ -122,7 +119,7 @@ async def test_the_trajectories_of_a_group_play_one_episode_and_other_groups_ano
     assert [len(set(part)) for part in (shown[:3], shown[3:], shown)] == [1, 1, 2]
 
 
-def test_an_evaluation_plays_the_episode_of_its_own_seed(bench: Callable[..., Bench]) -> None:
+def test_an_evaluation_plays_the_episode_of_its_own_seed(bench: MakeBench) -> None:
     worker = Worker()
     asyncio.run(groups_of(worker, bench("Asks")).member("evaluation..17/0", PROMPT, 0, 41))
     assert worker.begun == [(41, "41")]

@@ -1,5 +1,9 @@
 """A workflow of the user's runs in a process of its own; whatever it does wrong fails its trajectory with the reason,
-and harms no other one. One whose process ends begins again, and is answered from the record."""
+and harms no other one. One whose process ends begins again, and is answered from the record.
+
+Promises about a workflow that stops to wait: a turn that it did not get is none of its turns and counts for no
+limit, whether it was sampled or not, and is sampled no further; a call that was not made leaves a result on record, so
+that a resume does not take it for one that a crash has cut short."""
 
 import asyncio
 import math
@@ -9,7 +13,6 @@ import re
 import signal
 import subprocess
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,7 @@ from stretto_workflows.session import Session
 from stretto_workflows.wire import RUN_MARK, CallOrder, MemberEnded
 from stretto_workflows.worker_process import _OwnTime
 from tests.launch.running import wait_until
-from tests.workflows.benches import PROMPT, Bench, asks, decode, lives, unusable
+from tests.workflows.benches import PROMPT, Bench, MakeBench, asks, decode, encode, lives, unusable
 
 
 def sampled(session: Session) -> int:
@@ -32,7 +35,7 @@ def sampled(session: Session) -> int:
     return sum(one.length for one in session.forest.segments if one.stop_reason is not None)
 
 
-def test_turns_calls_and_given_tokens_make_one_linear_trajectory(bench: Callable[..., Bench], tmp_path: Path) -> None:
+def test_turns_calls_and_given_tokens_make_one_linear_trajectory(bench: MakeBench, tmp_path: Path) -> None:
     made = bench("Asks", {"turns": 3, "count": str(tmp_path / "count")})
     first, second = made.run()
     sampled = [segment for segment in first.segments if segment.sampled]
@@ -49,10 +52,8 @@ def test_turns_calls_and_given_tokens_make_one_linear_trajectory(bench: Callable
     assert held in prompts  # what was said, as it was sampled
 
 
-def test_branches_and_other_roles_are_a_forest(bench: Callable[..., Bench]) -> None:
-    made = bench("Talks")
-    made.members = 1
-    [trajectory] = made.run()
+def test_branches_and_other_roles_are_a_forest(bench: MakeBench) -> None:
+    [trajectory] = bench("Talks", members=1).run()
     causes = [segment.cause for segment in trajectory.segments if segment.cause]
     assert sorted(causes) == ["fork", "history_rewritten", "subagent"]
     assert sum(segment.sampled for segment in trajectory.segments) == 5
@@ -102,7 +103,7 @@ def test_branches_and_other_roles_are_a_forest(bench: Callable[..., Bench]) -> N
     ],
 )
 def test_what_goes_wrong_is_the_reason_and_never_a_reward(
-    bench: Callable[..., Bench], kind: str, settings: dict[str, Any], reason: str
+    bench: MakeBench, kind: str, settings: dict[str, Any], reason: str
 ) -> None:
     turns = 1000 if kind == "Floods" else 5  # so that the flood is what goes wrong
     for trajectory in bench(kind, settings, deadline=0.5 if kind == "Waits" else 60.0, max_turns=turns).run():
@@ -112,17 +113,14 @@ def test_what_goes_wrong_is_the_reason_and_never_a_reward(
 
 
 @pytest.mark.parametrize("fields", [{"size": 10**30}, {"note": "\ud800"}])
-def test_a_row_that_cannot_be_sent_fails_its_trajectory_and_no_other(
-    fields: dict[str, Any], bench: Callable[..., Bench]
-) -> None:
+def test_a_row_that_cannot_be_sent_fails_its_trajectory_and_no_other(fields: dict[str, Any], bench: MakeBench) -> None:
     class Strange(Bench):
         def exchange(self, member: int) -> Exchange:
             made = super().exchange(member)
             return made if member else replace_task(made, fields)
 
     made = bench("Asks", {"turns": 1})
-    strange = Strange(made.config, made.log)
-    first, second = strange.run()
+    first, second = Strange(made.config, made.log).run()
     assert first.verdict.outcome is Outcome.UNDECIDED
     assert first.verdict.reason.startswith("its task cannot be sent to the workflow: ")
     assert second.verdict.outcome is not Outcome.UNDECIDED
@@ -133,7 +131,7 @@ def replace_task(exchange: Exchange, fields: dict[str, Any]) -> Exchange:
     return exchange
 
 
-def test_one_for_which_no_file_can_be_opened_fails_alone(bench: Callable[..., Bench]) -> None:
+def test_one_for_which_no_file_can_be_opened_fails_alone(bench: MakeBench) -> None:
     async def takes_time(request: TurnRequest) -> None:
         await asyncio.sleep(0.5)
 
@@ -144,21 +142,17 @@ def test_one_for_which_no_file_can_be_opened_fails_alone(bench: Callable[..., Be
     assert second.verdict.reason.endswith("Too many open files"), second.verdict.reason
 
 
-def test_a_thread_that_is_left_behind_holds_no_reward_up(bench: Callable[..., Bench]) -> None:
+def test_a_thread_that_is_left_behind_holds_no_reward_up(bench: MakeBench) -> None:
     made = bench("Tires", deadline=2.0)
     assert [one.verdict.outcome for one in made.run()] == [Outcome.RIGHT, Outcome.RIGHT]
 
 
-def test_one_that_hangs_fails_alone(bench: Callable[..., Bench]) -> None:
-    made = bench("Hangs", deadline=2.0)
-    made.members = 4
-    outcomes = [trajectory.verdict.outcome for trajectory in made.run()]
+def test_one_that_hangs_fails_alone(bench: MakeBench) -> None:
+    outcomes = [trajectory.verdict.outcome for trajectory in bench("Hangs", deadline=2.0, members=4).run()]
     assert outcomes == [Outcome.UNDECIDED, Outcome.RIGHT, Outcome.RIGHT, Outcome.RIGHT]
 
 
-def test_processes_that_are_left_behind_hold_nothing_up_and_end_with_the_run(
-    bench: Callable[..., Bench], tmp_path: Path
-) -> None:
+def test_processes_that_are_left_behind_hold_nothing_up_and_end_with_the_run(bench: MakeBench, tmp_path: Path) -> None:
     made = bench("Forks", {"notes": str(tmp_path / "notes")})
     assert [trajectory.verdict.outcome for trajectory in made.run()] == [Outcome.RIGHT] * 2
     left = (tmp_path / "notes").read_text().split()
@@ -174,16 +168,12 @@ async def test_a_clock_that_is_closed_while_an_order_is_served_does_not_run_agai
     assert clock.over.cancelled()
 
 
-def test_what_the_tools_leave_behind_is_not_kept_as_zombies(bench: Callable[..., Bench]) -> None:
-    made = bench("Orphans")
-    made.members = 1
-    [trajectory] = made.run()
+def test_what_the_tools_leave_behind_is_not_kept_as_zombies(bench: MakeBench) -> None:
+    [trajectory] = bench("Orphans", members=1).run()
     assert (trajectory.verdict.outcome, trajectory.verdict.reward) == (Outcome.WRONG, 0.0), trajectory.verdict.reason
 
 
-def test_what_a_killed_conductor_has_left_behind_ends_when_its_run_goes_on(
-    bench: Callable[..., Bench], tmp_path: Path
-) -> None:
+def test_what_a_killed_conductor_has_left_behind_ends_when_its_run_goes_on(bench: MakeBench, tmp_path: Path) -> None:
     async def die(request: TurnRequest) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -203,21 +193,18 @@ def test_what_a_killed_conductor_has_left_behind_ends_when_its_run_goes_on(
         of_another_run.kill()
 
 
-def test_one_that_ends_its_process_each_time_fails_in_the_end(bench: Callable[..., Bench]) -> None:
-    made = bench("Dies")
-    made.members = 1
+def test_one_that_ends_its_process_each_time_fails_in_the_end(bench: MakeBench) -> None:
+    made = bench("Dies", members=1)
     [trajectory] = made.run()
     assert trajectory.verdict.reason == "its process ended 3 times: the last one ended with exit code 3"
     assert len(made.model.asked) == 1  # the turn was on record
 
 
 def test_after_the_process_is_killed_its_trajectories_go_on_and_call_nothing_twice(
-    bench: Callable[..., Bench], tmp_path: Path
+    bench: MakeBench, tmp_path: Path
 ) -> None:
-    made = bench("Asks", {"turns": 4, "count": str(tmp_path / "count")})
-    other = bench("Asks", {"turns": 4, "count": str(tmp_path / "other")})
-    made.members = other.members = 1
-    undisturbed = other.run()
+    made = bench("Asks", {"turns": 4, "count": str(tmp_path / "count")}, members=1)
+    undisturbed = bench("Asks", {"turns": 4, "count": str(tmp_path / "other")}, members=1).run()
 
     async def kill_in_the_third_turn(request: TurnRequest) -> None:
         if request.node == 4 and not made.said:
@@ -234,10 +221,9 @@ def test_after_the_process_is_killed_its_trajectories_go_on_and_call_nothing_twi
     assert len(made.said) == 1
 
 
-def test_rewards_by_turn_are_those_of_the_turns_that_this_process_was_given(bench: Callable[..., Bench]) -> None:
+def test_rewards_by_turn_are_those_of_the_turns_that_this_process_was_given(bench: MakeBench) -> None:
     made = bench("Asks")
-    before = made.exchange(0)
-    asyncio.run(before.turn(asks("1+1=")))  # an orphan: the workflow does not ask for it again
+    asyncio.run(made.exchange(0).turn(asks("1+1=")))  # an orphan: the workflow does not ask for it again
     after = made.exchange(0)
     first, second = (asyncio.run(after.turn(asks(text))).reply for text in ("2+2=", "3+3="))
     assert first is not None
@@ -254,9 +240,7 @@ def test_rewards_by_turn_are_those_of_the_turns_that_this_process_was_given(benc
 
 
 @pytest.mark.parametrize("told", [math.nan, math.inf, -1e300, 1_000_001.0])
-def test_a_process_that_says_what_its_workflow_cannot_return_gives_no_reward(
-    bench: Callable[..., Bench], told: float
-) -> None:
+def test_a_process_that_says_what_its_workflow_cannot_return_gives_no_reward(bench: MakeBench, told: float) -> None:
     exchange = bench("Asks").exchange(0)
     asyncio.run(exchange.turn(asks("1+1=")))
     for ended in (MemberEnded(0, told), MemberEnded(0, 1.0, {-1: told}), MemberEnded(0, 1.0, {}, {"form": told})):
@@ -265,7 +249,7 @@ def test_a_process_that_says_what_its_workflow_cannot_return_gives_no_reward(
         assert verdict.reason.startswith("the workflow returned ")
 
 
-def test_a_turn_that_is_refused_costs_nothing_of_the_budget(bench: Callable[..., Bench]) -> None:
+def test_a_turn_that_is_refused_costs_nothing_of_the_budget(bench: MakeBench) -> None:
     made = bench("Asks", max_turns=1, max_tokens=4)
     exchange = made.exchange(0)
 
@@ -285,7 +269,7 @@ def test_a_turn_that_is_refused_costs_nothing_of_the_budget(bench: Callable[...,
 
 @pytest.mark.parametrize("budget", [4, 9, 11, 16, 100])
 async def test_parallel_turns_share_the_budget_and_are_refused_only_once_it_is_sampled(
-    bench: Callable[..., Bench], budget: int
+    bench: MakeBench, budget: int
 ) -> None:
     """A turn may sample 4 tokens and samples 2 of them: a budget of 9 has room for two turns at once, and for 5 turns
     in all, the last one after 8 tokens."""
@@ -311,16 +295,14 @@ async def test_parallel_turns_share_the_budget_and_are_refused_only_once_it_is_s
     assert sampled(exchange.session) == 2 * served
 
 
-def test_a_reward_function_that_is_none_ends_the_run_and_is_no_fault_of_the_workflow(
-    bench: Callable[..., Bench],
-) -> None:
+def test_a_reward_function_that_is_none_ends_the_run_and_is_no_fault_of_the_workflow(bench: MakeBench) -> None:
     made = bench("Catches")
     made.score = unusable
     with pytest.raises(RewardFunctionError, match="returned None"):
         made.run()
 
 
-def test_a_workflow_that_leaves_out_a_call_that_was_cut_short_is_undecided(bench: Callable[..., Bench]) -> None:
+def test_a_workflow_that_leaves_out_a_call_that_was_cut_short_is_undecided(bench: MakeBench) -> None:
     made = bench("Asks")
     before = made.exchange(0)
 
@@ -336,9 +318,8 @@ def test_a_workflow_that_leaves_out_a_call_that_was_cut_short_is_undecided(bench
     assert verdict.reason == "the call 'callpay' of 0.17.0/0 was cut short, and is not made a second time"
 
 
-def test_a_run_in_which_most_trajectories_fail_stops_with_the_reason(bench: Callable[..., Bench]) -> None:
-    made = bench("Raises")
-    made.members = 70
+def test_a_run_in_which_most_trajectories_fail_stops_with_the_reason(bench: MakeBench) -> None:
+    made = bench("Raises", members=70)
     with pytest.raises(WorkflowError, match=r"64 of the last 64 trajectories failed, the last one: .* KeyError"):
         made.run()
 
@@ -356,7 +337,63 @@ def test_a_run_in_which_most_trajectories_fail_stops_with_the_reason(bench: Call
     ],
 )
 def test_a_workflow_that_cannot_be_used_is_refused_before_the_run(
-    bench: Callable[..., Bench], kind: str, settings: dict[str, Any], message: str
+    bench: MakeBench, kind: str, settings: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(WorkflowError, match=message):
         bench(kind, settings).run()
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_a_turn_that_the_workflow_stopped_to_wait_for_is_not_among_its_turns(bench: MakeBench, seconds: float) -> None:
+    # With 0.5 the turn has ended when it is cancelled. The limits leave room for one turn.
+    [trajectory] = bench("Hurries", {"seconds": seconds}, max_turns=1, max_tokens=2, members=1).run()
+    assert trajectory.verdict.outcome is Outcome.RIGHT
+    [turn] = [segment for segment in trajectory.segments if segment.sampled]
+    assert turn.reward == 0.25
+    [prompt] = [segment.token_ids for segment in trajectory.segments if not segment.sampled]
+    assert prompt == encode("5+6=")
+
+
+def test_a_turn_that_nobody_waits_for_is_sampled_no_further(bench: MakeBench, tmp_path: Path) -> None:
+    broken_off, begun = asyncio.Event(), tmp_path / "begun"
+
+    async def one_after_the_other(request: TurnRequest) -> None:
+        if request.prompt[-4:] == encode("5+6="):
+            await asyncio.wait_for(broken_off.wait(), 20)
+            return
+        try:
+            begun.touch()
+            await asyncio.sleep(60)
+        finally:
+            broken_off.set()
+
+    made = bench("Hurries", {"begun": str(begun)})
+    made.members, made.model.on_turn = 1, one_after_the_other
+    [trajectory] = made.run()
+    assert trajectory.verdict.outcome is Outcome.RIGHT
+
+
+def test_a_turn_whose_sampler_takes_time_to_break_off_counts_for_no_limit(bench: MakeBench, tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+
+    async def slow_to_leave(request: TurnRequest) -> None:
+        if request.prompt[-4:] == encode("5+6="):
+            return
+        begun.touch()
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0.2)
+
+    made = bench("Hurries", {"begun": str(begun)}, max_turns=1, max_tokens=2, members=1)
+    made.model.on_turn = slow_to_leave
+    [trajectory] = made.run()
+    assert trajectory.verdict.outcome is Outcome.RIGHT
+
+
+def test_a_call_that_was_cancelled_before_it_was_made_is_on_record_as_that(bench: MakeBench, tmp_path: Path) -> None:
+    made = bench("Hesitates", {"paid": str(tmp_path / "paid")}, members=1)
+    assert [one.verdict.outcome for one in made.run()] == [Outcome.RIGHT]
+    assert [(call.reply or b"").partition(b":")[0] for call in made.records[0].calls] == [b"CancelledError"]
+    assert not (tmp_path / "paid").exists()
+    assert [one.verdict.outcome for one in made.run()] == [Outcome.RIGHT]  # after a crash

@@ -185,9 +185,7 @@ def test_a_piece_behind_a_gap_is_refused() -> None:
 
 
 @given(THREADS)
-def test_a_session_that_begins_again_needs_neither_an_engine_nor_a_call(
-    threads: list[list[tuple[int, ...] | bytes]],
-) -> None:
+def test_a_session_that_begins_again_needs_no_engine_and_no_call(threads: list[list[tuple[int, ...] | bytes]]) -> None:
     world = World()
     session = world.session()
     asyncio.run(program(threads, world)(session))

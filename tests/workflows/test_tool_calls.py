@@ -27,9 +27,7 @@ ARGUMENTS = st.dictionaries(TEXTS, st.none() | st.booleans() | st.integers() | T
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: type(form).__name__)
 @given(drawn=st.lists(st.tuples(TEXTS.filter(bool), ARGUMENTS), min_size=1, max_size=3), spaces=st.booleans())
-def test_what_is_rendered_is_parsed_to_the_byte(
-    form: CallForm, drawn: list[tuple[str, dict[str, object]]], spaces: bool
-) -> None:
+def test_a_rendering_parses_exactly(form: CallForm, drawn: list[tuple[str, dict[str, object]]], spaces: bool) -> None:
     written = [json.dumps(arguments, separators=None if spaces else (",", ":")) for _, arguments in drawn]
     calls = tuple(
         ToolCall(str(place), name, text) for place, ((name, _), text) in enumerate(zip(drawn, written, strict=True))
@@ -123,9 +121,7 @@ def test_malformed_calls_are_text(form: CallForm, text: str) -> None:
         (LlamaForm(), "", '{"a": 1}; ', "and more"),
     ],
 )
-def test_a_long_message_of_malformed_calls_is_text(
-    form: CallForm, before: str, again_and_again: str, behind: str
-) -> None:
+def test_a_long_message_of_broken_calls_is_text(form: CallForm, before: str, again_and_again: str, behind: str) -> None:
     text = before + 200_000 * again_and_again + behind  # to look for the end of each call anew would take hours
     assert (form.parse(text, str) == Parsed(text)) is True
 

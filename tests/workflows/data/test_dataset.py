@@ -134,8 +134,7 @@ def test_a_file_that_is_not_there_comes_with_the_nearest_name_of_its_folder(tmp_
 
 def test_an_answer_may_be_as_large_as_the_tests_of_a_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     large = '{"prompt": "3", "answer": "' + "1" * (3 << 20) + '"}'
-    questions = task(write(tmp_path, large, GOOD), held_out=1).questions(seed=1)
-    assert len(questions.training[0].answer) == 3 << 20
+    assert len(task(write(tmp_path, large, GOOD), held_out=1).questions(seed=1).training[0].answer) == 3 << 20
     monkeypatch.setattr("stretto_workflows.data.jsonl.LARGEST_ROW", 3 << 20)
     told = message(write(tmp_path, GOOD, large))
     assert told == f"{tmp_path}/rows.jsonl:2: a row of 3,145,757 characters; at most 3,145,728 are allowed"
@@ -176,9 +175,7 @@ def test_a_file_with_the_name_of_a_gzip_file_is_unpacked_and_named_with_its_line
     assert [question.place for question in read_rows(path, task(path))] == [f"{path}:1", f"{path}:2"]
 
 
-def test_a_gzip_file_that_is_cut_off_or_unpacks_to_too_much_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gzip_file_cut_off_or_with_too_much_in_it_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl.gz"
     whole = gzip.compress(f"{GOOD}\n".encode() * 100)
     path.write_bytes(whole[: len(whole) // 2])
@@ -220,9 +217,7 @@ def test_a_second_file_can_be_held_out_and_is_checked_as_well(tmp_path: Path) ->
 def test_a_chat_keeps_its_messages_and_reads_as_text(tmp_path: Path) -> None:
     chat = [{"role": "system", "content": "Count."}, {"role": "user", "content": "3+8="}]
     (question,) = read_rows(write(tmp_path, json.dumps({"prompt": chat, "answer": 11})), task(tmp_path))
-    assert question.messages == tuple(chat)
-    assert question.text == "Count.\n3+8="
-    assert question.answer == "11"
+    assert (question.messages, question.text, question.answer) == (tuple(chat), "Count.\n3+8=", "11")
 
 
 def test_fields_have_the_names_that_the_recipe_gives_them(tmp_path: Path) -> None:

@@ -33,9 +33,7 @@ TASKS = (
 
 
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.kind)
-def test_held_out_questions_are_the_same_for_every_seed_and_never_trained_on(
-    task: ArithmeticTask | ProgramsTask,
-) -> None:
+def test_held_out_questions_are_the_same_for_each_seed_never_trained_on(task: ArithmeticTask | ProgramsTask) -> None:
     one, two = task.questions(1), task.questions(2)
     assert one.held_out == two.held_out
     assert one.training != two.training

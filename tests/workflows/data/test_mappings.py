@@ -22,8 +22,7 @@ FOLDER = Path(__file__).parents[2] / "data" / "datasets"
 
 
 def questions(name: str, path: Path | None = None) -> list[Question]:
-    source = RowsSource(data=str(path or FOLDER / f"{name}.jsonl"), mapping=name)
-    return source.questions(seed=1)[0]
+    return RowsSource(data=str(path or FOLDER / f"{name}.jsonl"), mapping=name).questions(seed=1)[0]
 
 
 def test_a_recipe_may_name_each_mapping() -> None:
@@ -47,8 +46,7 @@ def test_math_has_what_the_last_box_holds_or_its_own_column() -> None:
 
 @pytest.mark.parametrize(("column", "answer"), [(0, "0"), (0.0, "0.0"), ("0", "0"), ("", "7"), (None, "7")])
 def test_an_answer_of_zero_is_an_answer(column: object, answer: str) -> None:
-    row = {"problem": "?", "solution": r"\boxed{7}", "answer": column}
-    assert mapped("math", row, "a:1")["answer"] == answer
+    assert mapped("math", {"problem": "?", "solution": r"\boxed{7}", "answer": column}, "a:1")["answer"] == answer
 
 
 @pytest.mark.parametrize(

@@ -48,8 +48,7 @@ def test_each_step_is_misread_as_often_as_it_should() -> None:
 
 
 def test_a_correct_program_passes_the_tests_of_its_question() -> None:
-    task = TASK.model_copy(update={"mistake_rate": 0.0})
-    for question in task.questions(1).training[:50]:
+    for question in TASK.model_copy(update={"mistake_rate": 0.0}).questions(1).training[:50]:
         description = Description(
             tuple(Instruction(*pair.split()) for pair in zip_pairs(question.text.removesuffix(":").split()[1:]))
         )

@@ -82,9 +82,7 @@ def told(*sources: dict[str, Any], **settings: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("name", "make", "place"), MAKES.values(), ids=MAKES.keys())
-def test_every_make_gives_the_same_questions(
-    tmp_path: Path, name: str, make: Callable[[Path], Path], place: str
-) -> None:
+def test_every_make_has_the_same_questions(tmp_path: Path, name: str, make: Callable[[Path], Path], place: str) -> None:
     path = make(tmp_path / name)
     found = task(source(path, name="sums")).questions(seed=1)
     assert [(one.id, one.text, one.answer) for one in found.training] == [
@@ -117,8 +115,7 @@ def test_a_template_writes_the_prompt_from_the_columns(tmp_path: Path) -> None:
     asked = (
         task(source(path, template="Level {{ level }}: {{ q }}", system_prompt="Add.")).questions(seed=1).training[0]
     )
-    assert asked.text == "Level 1: 1+1="
-    assert asked.messages[0] == {"role": "system", "content": "Add."}
+    assert (asked.text, asked.messages[0]) == ("Level 1: 1+1=", {"role": "system", "content": "Add."})
 
 
 @pytest.mark.parametrize(
