@@ -31,8 +31,7 @@ class Receiver:
 
     def answer(self, path: str, order: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if path in ("/init_weights_update_group", "/init_weight_transfer_engine"):
-            where = order.get("init_info", order)
-            self._join(where, order.get("group_name", "stretto"))
+            self._join(order.get("init_info", order), order.get("group_name", "stretto"))
         elif path in ("/begin_weight_update", "/start_weight_update"):
             self._tensors = {}
         elif path in ("/update_weights_from_distributed", "/update_weights"):

@@ -48,9 +48,7 @@ def publish(folder: Path, version: int) -> Path:
     return folder
 
 
-async def test_every_version_arrives_to_the_bit_and_after_a_killed_adapter_too(
-    tmp_path: Path, shared: Receiving
-) -> None:
+async def test_each_version_arrives_to_the_bit_and_after_a_killed_adapter(tmp_path: Path, shared: Receiving) -> None:
     async def load(sender: SglangByBroadcast, version: int) -> None:
         await sender.load(publish(tmp_path, version), version, keep=False)
         told, got = shared.received()

@@ -65,8 +65,7 @@ async def test_each_token_has_the_version_that_sampled_it_through_several_update
         await play(server, rounds=2)
         await at_version(engine, version)
     (found,) = await completions_of(server, stream)
-    assert found.versions == (0, 0, 1, 1, 2, 2, 5, 5, 5)
-    assert found.interrupted == 3
+    assert (found.versions, found.interrupted) == ((0, 0, 1, 1, 2, 2, 5, 5, 5), 3)
     assert_law(prompt_of("kl"), found)
 
 
@@ -89,12 +88,10 @@ async def test_tokens_whose_first_ones_arrive_after_an_update_began_are_asked_fo
     stream = engine.submit_all([request("ab", max_tokens=5)])
     await settle()
     server.sample(2)  # by version 0, and on their way
-    update = asyncio.create_task(engine.update(1))
-    await let_on(server, update, deliver=False)
+    await let_on(server, asyncio.create_task(engine.update(1)), deliver=False)
     server.deliver()  # when version 1 is loaded
     (found,) = await completions_of(server, stream)
-    assert found.versions == (1, 1, 1, 1, 1)
-    assert found.interrupted == 0
+    assert (found.versions, found.interrupted) == ((1, 1, 1, 1, 1), 0)
     assert_law(prompt_of("ab"), found)
     assert len(server.asked) == 2
 
@@ -129,14 +126,12 @@ async def test_with_keep_tokens_after_an_update_are_withheld_until_the_server_ha
     stream = engine.submit_all([request("ab", max_tokens=8)])
     await play(server, count=2)
     server.sample(1)  # the third token is sampled by version 0 and arrives after the update
-    update = asyncio.create_task(engine.update(4))
-    await let_on(server, update, deliver=False)
+    await let_on(server, asyncio.create_task(engine.update(4)), deliver=False)
     await play(server, count=3)
     assert engine.partials({"ab": [1]})["ab"][0].versions == (0,)
     assert engine.partials({"ab": [2]}) == {}
     (found,) = await completions_of(server, stream)
-    assert found.versions == (0, 0, 0, 4, 4, 4, 4, 4)
-    assert found.interrupted == 1
+    assert (found.versions, found.interrupted) == ((0, 0, 0, 4, 4, 4, 4, 4), 1)
     assert_law(prompt_of("ab"), found)
     assert len(server.asked) == 1
 
@@ -152,8 +147,7 @@ async def test_another_engine_goes_on_behind_what_is_told() -> None:
     prefixes = (known[0], Segment())
     stream = next_engine.submit_all([request("ab", completions=2, max_tokens=9, prefixes=prefixes)])
     found = await completions_of(other, stream)
-    assert found[0].versions == (0,) * 4 + (2,) * 5
-    assert found[1].versions == (2,) * 9
+    assert (found[0].versions, found[1].versions) == ((0,) * 4 + (2,) * 5, (2,) * 9)
     for completion in found:
         assert_law(prompt_of("ab"), completion)
     assert len({asked.seed for asked in (*server.asked, *other.asked)}) == 3  # 100 and 101; one behind four

@@ -20,6 +20,7 @@ from stretto.engine.wire import Refusal
 from stretto_servers import engine as external
 from stretto_servers.engine import ExternalEngine
 from stretto_servers.make import Continuation, Delta
+from tests.asynchronous import until
 from tests.engine.serving import until_up
 from tests.servers.toy import (
     STOP,
@@ -100,8 +101,7 @@ async def test_a_client_hears_that_the_server_has_lied_though_the_engine_ends_at
     _, engine = await at(3, server=Scripted([good(4), Delta((7,), (math.nan,))]))
     address = f"unix:{tmp_path}/engine.sock"
     serving = asyncio.create_task(serve_app(EngineApp(engine, LARGEST_FRAME, ""), address, engine.run))
-    while not (tmp_path / "engine.sock").exists():
-        await asyncio.sleep(0.01)
+    await until(lambda: (tmp_path / "engine.sock").exists())
     client = HttpEngine("engine-0", address)
     with pytest.raises(EngineLied, match="engine-0 is not trusted: ab: the server sent a log-probability of nan"):
         await anext(client.generate(request("ab", max_tokens=6)))
@@ -134,16 +134,13 @@ async def test_half_a_completion_goes_to_another_engine_with_the_tokens_that_cam
 
 
 @pytest.mark.parametrize("spans", [(("9", 0, 6),), (("3", 0, 1), ("4", 1, 6)), (("4", 0, 3), ("3", 3, 6)), ()])
-async def test_with_keep_versions_that_contradict_what_was_loaded_end_the_engine(
-    spans: tuple[tuple[str, int, int]],
-) -> None:
+async def test_with_keep_versions_that_contradict_the_loads_end_the_engine(spans: tuple[tuple[str, int, int]]) -> None:
     """Two tokens came before version 4 was loaded, so they are of version 3."""
 
     class Lying(ToyServer):
         async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
             yield good(2)
-            while self.version < 4 or self.paused:
-                await asyncio.sleep(0)
+            await until(lambda: self.version >= 4 and not self.paused, 0)
             yield Delta((7,) * 4, (-1.0,) * 4, ended="length", spans=spans)
 
     _, engine = await at(3, "keep", Lying())
@@ -180,8 +177,7 @@ class Overtaken(ToyServer):
     async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
         self.asked.append(continuation)
         yield Delta(self._tokens, (-1.0,) * len(self._tokens))
-        while not self.paused:
-            await asyncio.sleep(0)
+        await until(lambda: self.paused, 0)
         yield Delta(ended="abort")
 
 
@@ -289,8 +285,7 @@ async def test_a_load_that_fails_ends_the_engine_and_nothing_is_sampled_any_more
 async def test_an_update_that_is_cut_off_ends_the_engine() -> None:
     server, engine = in_steps()
     update = asyncio.create_task(engine.update(1))
-    while not server.waiting:
-        await asyncio.sleep(0.0005)
+    await until(lambda: server.waiting, 0.0005)
     update.cancel()
     with pytest.raises(EngineLost, match="was stopped while loading"):
         await asyncio.wait_for(engine.run(), 5)
@@ -377,9 +372,7 @@ class Refusing(ToyServer):
 
 
 @pytest.mark.parametrize("the_rest", [False, True])
-async def test_what_the_server_refuses_is_refused_with_its_words_and_the_engine_goes_on(
-    tmp_path: Path, the_rest: bool
-) -> None:
+async def test_what_a_server_refuses_is_refused_in_its_words_an_engine_goes_on(tmp_path: Path, the_rest: bool) -> None:
     async def generated(client: HttpEngine, name: str) -> list[int]:
         found = []
         async for completion in client.generate(request(name, 3)):
@@ -394,8 +387,7 @@ async def test_what_the_server_refuses_is_refused_with_its_words_and_the_engine_
     client = HttpEngine("engine-0", address)
     await until_up(client)
     wanted = [asyncio.create_task(generated(client, name)) for name in ("good", AT_FAULT)]
-    while len(server.asked) < (6 if the_rest else 5):
-        await asyncio.sleep(0.001)
+    await until(lambda: len(server.asked) >= (6 if the_rest else 5), 0.001)
     await play(server, count=2)
     await engine.update(2)
     while not all(task.done() for task in wanted):

@@ -51,9 +51,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("then", "code"), [("exit 7", 7), ("exit 0", 0), ("kill -KILL $$", 128 + signal.SIGKILL)])
-def test_the_end_of_a_server_is_the_end_of_its_children_and_its_code_passes_through(
-    tmp_path: Path, then: str, code: int
-) -> None:
+def test_the_end_of_a_server_ends_its_children_and_its_code_is_passed_on(tmp_path: Path, then: str, code: int) -> None:
     with subprocess.Popen([*GUARD, *command(tmp_path / "pids", then)], stdin=subprocess.PIPE) as guard:
         assert guard.wait(30) == code
     until(lambda: all(map(gone, pids_in(tmp_path / "pids"))))
@@ -63,8 +61,7 @@ def test_the_end_of_a_server_is_the_end_of_its_children_and_its_code_passes_thro
 def test_nothing_is_left_of_a_server_whose_starter_was_killed(tmp_path: Path, deaf: bool) -> None:
     then = "trap '' TERM; while :; do wait; sleep 0.05; done" if deaf else "wait"
     start = "import subprocess, sys; subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE).wait()"
-    words = [sys.executable, "-c", start, *GUARD, *command(tmp_path / "pids", then)]
-    with subprocess.Popen(words) as starter:
+    with subprocess.Popen([sys.executable, "-c", start, *GUARD, *command(tmp_path / "pids", then)]) as starter:
         pids = pids_in(tmp_path / "pids")
         assert not any(map(gone, pids))
         starter.kill()
@@ -85,8 +82,7 @@ def test_signals_of_a_terminal_do_not_end_the_guard_before_its_server(tmp_path: 
 
 async def test_stop_ends_a_server_and_its_environment_is_its_own(tmp_path: Path) -> None:
     then = f'echo "$GIVEN-$PYTHONPATH" > {tmp_path}/environment; mv {tmp_path}/pids {tmp_path}/ready; wait'
-    launch = Launch(command(tmp_path / "pids", then), {"GIVEN": "yes"})
-    started = await ServerProcess.start("engine-0", launch)
+    started = await ServerProcess.start("engine-0", Launch(command(tmp_path / "pids", then), {"GIVEN": "yes"}))
     pids = await asyncio.to_thread(pids_in, tmp_path / "ready")
     await started.stop()
     await asyncio.to_thread(until, lambda: all(map(gone, pids)))
@@ -140,9 +136,7 @@ async def test_a_given_server_that_falls_silent_is_named_with_its_address(monkey
     answering.cancel()
 
 
-async def test_time_in_which_the_adapter_itself_was_stopped_is_no_silence_of_the_server(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_time_in_which_the_adapter_was_stopped_is_no_silence_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that sleeps, or a container that is paused: the answer that was under way is missed."""
 
     class Awaking(ToyServer):

@@ -16,11 +16,7 @@ HELD = {
     "vllm": ("/collective_rpc", {"method": "stretto_held", "args": ["/folder", '{"model.norm.weight":[8]}']}),
     "sglang": (
         "/weights_checker",
-        {
-            "action": "stretto_held",
-            "skip_tensor_list": ["/folder", '{"model.norm.weight":[8]}'],
-            "selector": "target",
-        },
+        {"action": "stretto_held", "skip_tensor_list": ["/folder", '{"model.norm.weight":[8]}'], "selector": "target"},
     ),
 }
 ANSWERS = {"vllm": {"results": [TOLD, TOLD]}, "sglang": {"success": True, "ranks": [{"checksums": TOLD}] * 2}}
@@ -61,8 +57,7 @@ def test_a_worker_that_cannot_read_its_memory_is_an_error(kind: str, status: int
 @pytest.mark.parametrize(("name", "told"), [("7-theirs", "7-theirs"), ("7", "7 of others"), ("default", "default")])
 def test_a_version_that_another_run_has_loaded_is_not_taken_for_ours(name: str, told: str) -> None:
     """Two runs with one address in `engine.addresses`: both may load a version 7."""
-    replies = {GENERATE["vllm"]: (200, [vllm_event(range(4), "length", name), DONE])}
-    [delta], _ = exchange("vllm", replies, all_of)
+    [delta], _ = exchange("vllm", {GENERATE["vllm"]: (200, [vllm_event(range(4), "length", name), DONE])}, all_of)
     assert delta.spans == ((told, 0, 4),)
 
 

@@ -1,14 +1,21 @@
 """Promises over real sockets: a server that has no room now (429, 503), or that a proxy does not reach (502, 504), is
 asked again or loses the completion to another engine; it counts as no liar, so that neither it nor its tokens are
-dropped. Comments that keep a connection alive are no tokens, and a log-probability is that of its token."""
+dropped. Comments that keep a connection alive are no tokens, and a log-probability is that of its token.
+
+Two requests to a server have two seeds, as far as servers take seeds: vLLM 63 bits, SGLang 31."""
 
 import asyncio
 import itertools
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, WireError
+from stretto.core.records import GenerateRequest, Sampling
+from stretto.engine.backend import Stream
+from stretto_servers.completions import OpenCompletion
 from stretto_servers.make import Delta, Make
 from tests.servers.test_wires import GENERATE, LOGPROBS, STREAMS, TOKENS, all_of, exchange, told
 
@@ -59,3 +66,28 @@ def test_a_log_probability_of_another_token_is_an_error() -> None:
     event = STREAMS["vllm"][0].replace(b'"token_ids": [13, 18]', b'"token_ids": [13, 19]')
     with pytest.raises(WireError, match="engine-0 sends the log-probability of token 18 for token 19"):
         exchange("vllm", {GENERATE["vllm"]: (200, [event])}, all_of)
+
+
+SEEDS = st.integers(0, 2**64 - 1)
+#: What callers give: small ones, and those beside each other.
+GIVEN = SEEDS | st.integers(0, 5) | SEEDS.map(lambda seed: seed ^ 1) | st.integers(2**63, 2**63 + 5)
+
+
+def asked(seed: int) -> int:
+    request = GenerateRequest("a", (1,), (seed,), Sampling(max_tokens=4))
+    return OpenCompletion(request, 0, Stream(1), limit=4, watch=None).continuation(0, version=0).seed
+
+
+@given(GIVEN, GIVEN)
+def test_two_seeds_stay_two(one: int, other: int) -> None:
+    assert 0 <= asked(one) < 2**63
+    assert (asked(one) == asked(other)) == (one == other)
+    assert asked(one) == one or one >= 2**63
+
+
+@given(SEEDS)
+def test_seeds_beside_each_other_stay_two(seed: int) -> None:
+    beside = asked(seed ^ 1)
+    assert asked(seed) != beside
+    if seed < 2**63 - 1:
+        assert asked(seed) % 2**31 != beside % 2**31  # what SGLang gets

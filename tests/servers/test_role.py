@@ -35,9 +35,7 @@ class Telling(ToyServer):
         return Launch(("/bin/sh", "-c", f"env > {model}/environment; exit 3"), {"GIVEN": "yes"})
 
 
-async def test_a_server_does_not_inherit_the_key_of_its_adapter(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_server_does_not_inherit_its_adapters_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineConfig(kind="tests.servers.test_role:Telling").model_dump_json()
     spec = EngineSpec("engine-0", "", str(tmp_path), "", "", config, 1, 0.0, scratch=str(tmp_path))
     monkeypatch.setenv(ENGINE_KEY, "a secret")

@@ -62,8 +62,7 @@ def test_no_server_is_told_more_than_its_share(share: float, planned: int) -> No
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cache_of_an_engine_is_divided_among_its_cards(kind: str, model: str) -> None:
     """Of two key heads each of four cards has one, so a token takes twice as much."""
-    asked = config(kind, arguments=("--tp", "4"))
-    told = flags(asked, model, room_beside_a_trainer(4)[0])
+    told = flags(config(kind, arguments=("--tp", "4")), model, room_beside_a_trainer(4)[0])
     if kind == "vllm":
         assert int(told["--kv-cache-memory-bytes"]) == 6 * GIB
     else:

@@ -150,8 +150,7 @@ def exchange(
 
     async def scenario() -> Any:
         async with serving(replies, asked, breaks=breaks) as address:
-            http = JsonServer("engine-0", address, seconds=5, token_seconds=token_seconds)
-            make = make_of(kind, http, 5)
+            make = make_of(kind, JsonServer("engine-0", address, seconds=5, token_seconds=token_seconds), 5)
             assert isinstance(make, VllmServer | SglangServer)
             make.mark = MARK
             try:
@@ -219,8 +218,7 @@ def test_sglang_is_asked_as_it_documents() -> None:
 
 def test_the_likeliest_tokens_of_vllm_are_those_asked_for_without_what_was_filtered_out() -> None:
     wanted = Continuation(id="a", token_ids=(5,), sampling=SAMPLING, max_tokens=4, seed=1, top_logprobs=3)
-    replies = {GENERATE["vllm"]: (200, STREAMS["vllm"])}
-    deltas, _ = exchange("vllm", replies, lambda make: all_of(make, wanted))
+    deltas, _ = exchange("vllm", {GENERATE["vllm"]: (200, STREAMS["vllm"])}, lambda make: all_of(make, wanted))
     assert deltas[0].top_logprobs == (((2, -0.5), (13, LOGPROBS[0])), ((2, -0.5), (18, LOGPROBS[1])))
 
 
@@ -288,8 +286,7 @@ def test_a_load_that_goes_on_is_waited_for_and_ordered_once(kind: str, tmp_path:
         order = "/collective_rpc" if kind == "vllm" else "/update_weights_from_disk"
         late = {order: 3 * seconds}
         async with serving({order: OK, "/update_weight_version": OK}, asked, late=late) as address:
-            http = JsonServer("engine-0", address, seconds=5, token_seconds=5)
-            make = make_of(kind, http, seconds)
+            make = make_of(kind, JsonServer("engine-0", address, seconds=5, token_seconds=5), seconds)
             try:
                 await load(make, grows)
             finally:

@@ -41,8 +41,7 @@ def logprob_of(token: int, version: int) -> float:
 def assert_law(prompt: Sequence[int], segment: Completion | Segment) -> None:
     """Every token is the one that the version of its stamp samples behind all tokens before it."""
     tokens = list(prompt)
-    stamps = zip(segment.token_ids, segment.behavior_logprobs, segment.versions, strict=True)
-    for token, logprob, version in stamps:
+    for token, logprob, version in zip(segment.token_ids, segment.behavior_logprobs, segment.versions, strict=True):
         assert (token, logprob) == (token_after(tokens, version), logprob_of(token, version))
         tokens.append(token)
     assert list(segment.versions) == sorted(segment.versions)
