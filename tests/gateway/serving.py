@@ -25,9 +25,11 @@ from stretto.processes.http.asgi import LOOPBACK, HostNames
 from stretto.processes.http.server import HttpServer, settings_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import CallForms, SamplingRule
+from stretto_gateway.sessions.agent_session import AgentSession
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import RecordedSessions
 from stretto_workflows.session import Sampler, SessionRecord
+from tests.tiny_policy import sized
 
 TEMPLATES = Path(__file__).parent / "templates"
 MODEL = "scripted"
@@ -94,17 +96,8 @@ def wished(path: str, *, tool: Any = None, schema: Any = None, one: bool = False
 def build_chat_model(folder: Path, context: int = 512) -> Path:
     """A tiny Llama that speaks ChatML in bytes."""
     tokenizer = tokenizer_of("qwen2_5")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer.vocabulary),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=context,
-        initializer_range=0.3,
-        eos_token_id=tokenizer.eos_token_ids[0],
-    )
+    shape = sized(len(tokenizer.vocabulary), 32, inner=48, layers=2, heads=(2, 1), max_position_embeddings=context)
+    config = LlamaConfig(**shape, initializer_range=0.3, eos_token_id=tokenizer.eos_token_ids[0])
     with torch.random.fork_rng(devices=()), quiet_transformers():
         torch.manual_seed(5)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -193,6 +186,12 @@ class ServedGateway:
         assert reply.status_code == 200, reply.text
         return dict(reply.json())
 
+    def held(self, session: dict[str, str]) -> AgentSession:
+        """What the gateway knows of a session."""
+        found = self.app.sessions.named(session["id"])
+        assert found is not None
+        return found
+
     async def chat(self, session: dict[str, str], messages: list[Any], **fields: Any) -> httpx.Response:
         """``POST`` of a chat completion in a session."""
         headers = {"Authorization": f"Bearer {session['api_key']}", **fields.pop("headers", {})}
@@ -236,3 +235,12 @@ async def served_gateway(
         server.force_exit = True
         await serving
         bound.close()
+
+
+@asynccontextmanager
+async def one_session(
+    model: SpeakingModel, folder: Path, **settings: Any
+) -> AsyncIterator[tuple[ServedGateway, dict[str, str]]]:
+    """A gateway as `served_gateway`, and a session that it has opened."""
+    async with served_gateway(model, folder, **settings) as gateway:
+        yield gateway, await gateway.open()

@@ -24,6 +24,7 @@ from stretto_gateway.app import serving_beside
 from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import SessionTable
 from stretto_workflows.session import MemoryRecord, Session
+from tests.asynchronous import until
 from tests.gateway.serving import MODEL, ScriptedModel, model_of
 
 HERE = Path(__file__).parent
@@ -113,8 +114,7 @@ def run_of(tmp_path: Path) -> Run:
 
 
 async def test_a_function_makes_a_trajectory_and_returns_its_reward(tmp_path: Path) -> None:
-    run = run_of(tmp_path)
-    trajectory = await run.one("two_turns")
+    trajectory = await run_of(tmp_path).one("two_turns")
     assert trajectory.verdict == Verdict(Outcome.RIGHT, 4.0)
     assert [segment.sampled for segment in trajectory.segments] == [False, True, False, True]
     assert trajectory.session
@@ -147,9 +147,7 @@ async def test_without_a_reward_of_its_own_the_run_scores_the_last_answer(tmp_pa
         ("http://10.0.0.7:8790", "http://10.0.0.7:8790", "a.b,.c,127.0.0.1,localhost,::1,10.0.0.7"),
     ],
 )
-def test_a_program_reaches_the_gateway_and_the_users_own_hosts_without_a_proxy(
-    address: str, base: str, direct: str
-) -> None:
+def test_a_program_reaches_the_gateway_and_the_users_hosts_without_proxy(address: str, base: str, direct: str) -> None:
     own = {"NO_PROXY": "a.b", "no_proxy": "a.b,.c", "STRETTO_API_KEY": "boss"}
     found = environment_of(own, address, "name", "key", MODEL, "{}")
     assert found["OPENAI_BASE_URL"] == f"{base}/s/key/v1"
@@ -206,8 +204,7 @@ async def test_a_program_is_asked_to_end_before_it_is_killed_as_a_client_of_cont
     program = 'trap "echo stopped > $0; exit" TERM; (trap "" TERM; sleep 60) & echo runs > $0; wait'
     async with run_of(tmp_path).groups(command=["sh", "-c", program, str(told)]) as groups:
         member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
-        while not (told.exists() and told.read_text()):
-            await asyncio.sleep(0.01)
+        await until(lambda: told.exists() and told.read_text())
         member.cancel()
         await asyncio.gather(member, return_exceptions=True)
     assert told.read_text() == "stopped\n"
@@ -227,12 +224,10 @@ async def test_an_agent_that_is_started_again_is_answered_from_the_record(tmp_pa
     run.model.gate = asyncio.Event()
     async with run.groups("two_turns") as groups:
         first = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
-        while not run.model.running:
-            await asyncio.sleep(0.01)
+        await until(lambda: run.model.running)
         run.model.gate.set()
         run.model.gate = asyncio.Event()  # the first turn is answered, the second one is not
-        while len(run.model.asked) < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: len(run.model.asked) >= 2)
         first.cancel()  # the conductor is killed
         await asyncio.gather(first, return_exceptions=True)
     run.model.gate = None
@@ -249,12 +244,10 @@ async def test_the_session_of_a_trajectory_that_is_given_up_ends_before_its_prog
     run = run_of(tmp_path)
     async with run.groups("hangs") as groups:
         member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
-        while not run.model.asked:
-            await asyncio.sleep(0.01)
+        await until(lambda: run.model.asked)
         [session] = groups.services.table._by_id.values()
         member.cancel()
-        while session.state == "open":
-            await asyncio.sleep(0)
+        await until(lambda: session.state != "open", 0)
         assert not member.done()  # its program has still to be ended
         await asyncio.gather(member, return_exceptions=True)
 
@@ -276,8 +269,7 @@ async def test_a_service_that_has_gone_before_it_is_answered_takes_no_session(tm
     run = run_of(tmp_path)
     async with run.groups() as groups:
         member = asyncio.create_task(groups.member("0.17.0/3", PROMPT, 3, 5))
-        while not groups.host.waiting:
-            await asyncio.sleep(0)
+        await until(lambda: groups.host.waiting, 0)
         address = urlsplit(groups.services.address)
         with socket.create_connection((address.hostname, address.port)) as gone:  # the run is busy meanwhile
             gone.sendall(b"POST /sessions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 2\r\n\r\n{}")
@@ -324,9 +316,7 @@ async def test_an_end_that_was_acknowledged_is_on_record(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("question", "reward"), [("3+8=", 0.5), ("and otherwise?", 15.0)])
-async def test_a_reward_is_on_record_at_once_and_holds_for_what_was_said(
-    tmp_path: Path, question: str, reward: float
-) -> None:
+async def test_a_reward_is_recorded_at_once_for_what_was_said(tmp_path: Path, question: str, reward: float) -> None:
     """The conductor is killed between a reward and the end. The next service asks the same, or something else, which
     the reward is not for: then the run scores it."""
     run = run_of(tmp_path)
@@ -395,8 +385,7 @@ async def test_no_more_agents_run_at_once_than_the_recipe_says_of_evaluations_to
         evaluation = AgentGroups(groups.config, groups.services, groups.open_session, groups.host)
         of_both = [groups, evaluation, evaluation]
         members = [asyncio.create_task(one.member(f"0.1.0/{k}", PROMPT, k, k)) for k, one in enumerate(of_both)]
-        while run.model.running < 2:
-            await asyncio.sleep(0.01)
+        await until(lambda: run.model.running >= 2)
         await asyncio.sleep(0.5)
         assert run.model.running == 2
         run.model.gate.set()

@@ -84,8 +84,7 @@ def test_reasoning_is_what_is_missing_however_the_arguments_are_written() -> Non
 
 
 def test_messages_that_the_template_refuses_are_refused() -> None:
-    tokenizer = tokenizer_of("mistral")
-    bridge = Bridge(Renderer(tokenizer))
+    bridge = Bridge(Renderer(tokenizer_of("mistral")))
     held = bridge.next((USER,), ()).tokens + sampled("mistral", SAID)
     bridge.add(CompletedTurn("0", (USER, SAID), (), held))
     with pytest.raises(DataError, match="length 9"):
@@ -121,8 +120,7 @@ def test_a_template_without_tools_is_told_of_them_in_words() -> None:
 
 
 def test_the_ladder_accepts_arguments_that_mean_the_same() -> None:
-    tokenizer = tokenizer_of("qwen2_5")
-    bridge = Bridge(Renderer(tokenizer))
+    bridge = Bridge(Renderer(tokenizer_of("qwen2_5")))
     held = bridge.next((USER,), (ADD,)).tokens + sampled("qwen2_5", CALLED)
     bridge.add(CompletedTurn("0", (USER, CALLED), (ADD,), held))
     rewritten = Message("assistant", "", calls=(ToolCall("abcdefghi", "add", '{"a":1}'),))
@@ -145,8 +143,7 @@ def test_an_answer_that_was_given_twice_in_other_tokens_is_not_guessed() -> None
     bridge.add(CompletedTurn("1", (USER, said), (), piece))
     assert bridge.next((USER, said, MORE), ()).tokens[: len(piece)] == piece  # the other was an earlier process's
     bridge.add(CompletedTurn("0", (USER, said), (), letters))
-    again = Message("user", "Really?")
-    assert bridge.next((USER, said, again), ()).cause == "ambiguous"
+    assert bridge.next((USER, said, Message("user", "Really?")), ()).cause == "ambiguous"
     bridge.add(CompletedTurn("1", (USER, said), (), letters))
     third = bridge.next((USER, said, Message("user", "Yes?")), ())
     assert (third.cause, third.tokens[: len(letters)]) == ("", letters)

@@ -17,7 +17,8 @@ from stretto.launch.recipe.extensions import GatewayConfig
 from stretto_gateway.sessions.agent_session import Attempt
 from stretto_workflows.chat.messages import ChatRequest, Message
 from stretto_workflows.session import Sampler, SessionRecord
-from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, served_gateway, tokenizer_of, wished
+from tests.asynchronous import until
+from tests.gateway.serving import MODEL, ScriptedModel, ServedGateway, one_session, served_gateway, tokenizer_of, wished
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
@@ -66,14 +67,12 @@ async def test_the_next_prompt_is_what_is_held_and_the_new_tail(tmp_path: Path) 
         (1, False),
         (2, True),
     ]
-    assert shown["samples"] == [[0, 1, 2, 3]]
-    assert shown["branches"] == {}
+    assert (shown["samples"], shown["branches"]) == ([[0, 1, 2, 3]], {})
 
 
 async def test_arguments_written_otherwise_are_the_same_arguments(tmp_path: Path) -> None:
     model = ScriptedModel(calculator)
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         said = await turn(gateway, session, ASK, tools=[ADD])
         said["tool_calls"][0]["function"]["arguments"] = '{"b":2,"a":1}'
         result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}
@@ -97,8 +96,7 @@ async def test_an_answer_that_comes_back_otherwise_begins_a_branch(tmp_path: Pat
 async def test_causes_of_branches(tmp_path: Path) -> None:
     thought = "<think>\nhm\n</think>\n\n"
     model = ScriptedModel(lambda prompt: thought + (CALL if "call<" in prompt else "yes"), tokenizer_of("qwen3"))
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         said = await turn(gateway, session, ASK)
         assert said["reasoning_content"] == "hm"
         more = {"role": "user", "content": "and?"}
@@ -121,8 +119,7 @@ async def test_causes_of_branches(tmp_path: Path) -> None:
 
 async def test_a_retry_is_answered_by_the_reply_on_record(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes")
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         first = await gateway.chat(session, ASK)
         same_body = await gateway.chat(session, ASK)
         by_header = await gateway.chat(session, ASK, headers={"x-stainless-retry-count": "1"})
@@ -138,8 +135,7 @@ async def test_a_retry_is_answered_by_the_reply_on_record(tmp_path: Path) -> Non
 
 async def test_a_restarted_gateway_answers_a_restarted_agent_byte_for_byte_until_it_diverges(tmp_path: Path) -> None:
     model = ScriptedModel(calculator)
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         first = await gateway.chat(session, ASK, tools=[ADD])
         said = first.json()["choices"][0]["message"]
         result = {"role": "tool", "tool_call_id": said["tool_calls"][0]["id"], "content": "3"}
@@ -149,8 +145,7 @@ async def test_a_restarted_gateway_answers_a_restarted_agent_byte_for_byte_until
         assert (await gateway.chat(session, ASK, tools=[ADD])).content == first.content
         assert (await gateway.chat(session, [*ASK, said, result], tools=[ADD], stream=True)).content == second.content
         assert again.asked == []
-        otherwise = {**result, "content": "4"}
-        await gateway.chat(session, [*ASK, said, otherwise], tools=[ADD])
+        await gateway.chat(session, [*ASK, said, {**result, "content": "4"}], tools=[ADD])
         shown = await gateway.shown(session)
     assert len(again.asked) == 1
     assert again.asked[0][: len(model.asked[0])] == model.asked[0]
@@ -159,8 +154,7 @@ async def test_a_restarted_gateway_answers_a_restarted_agent_byte_for_byte_until
 
 async def test_an_agent_that_lives_on_does_not_notice_a_restart(tmp_path: Path) -> None:
     model = ScriptedModel(calculator)
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         history = await calculated(gateway, session)
         await gateway.client.post(f"/sessions/{session['id']}/reward", json={"reward": 0.5})
     with (tmp_path / f"{session['id']}.jsonl").open("ab") as file:
@@ -173,11 +167,9 @@ async def test_an_agent_that_lives_on_does_not_notice_a_restart(tmp_path: Path) 
 
 async def test_a_sealed_session_answers_409_and_counts_stragglers(tmp_path: Path) -> None:
     model = ScriptedModel(calculator, gate=asyncio.Event())
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         under_way = asyncio.create_task(gateway.chat(session, ASK))
-        while not model.running:
-            await asyncio.sleep(0.005)
+        await until(lambda: model.running)
         assert (await gateway.client.post(f"/sessions/{session['id']}/end")).json()["state"] == "ended"
         assert (await under_way).status_code == 409
         late = await gateway.chat(session, ASK)
@@ -192,18 +184,15 @@ async def test_a_sealed_session_answers_409_and_counts_stragglers(tmp_path: Path
 async def test_a_client_that_hangs_up_frees_its_turn_unless_another_waits_for_it(tmp_path: Path) -> None:
     gate = asyncio.Event()
     model = ScriptedModel(calculator, gate=gate)
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         leaver, stayer = (asyncio.create_task(gateway.chat(session, ASK)) for _ in range(2))
-        while gateway.app.sessions.named(session["id"]).retries < 1:  # type: ignore[union-attr]
-            await asyncio.sleep(0.005)
+        await until(lambda: gateway.held(session).retries >= 1)
         leaver.cancel()
         await asyncio.sleep(0.1)
         assert (model.running, model.broken_off) == (1, 0)
         stayer.cancel()
         async with asyncio.timeout(10):
-            while model.running:
-                await asyncio.sleep(0.005)
+            await until(lambda: not model.running)
         assert model.broken_off == 1
         gate.set()
         anew = {"x-stainless-retry-count": "0"}  # its program tries again, and its library counts anew
@@ -231,10 +220,8 @@ async def test_retries_while_an_engine_still_breaks_the_turn_off_get_one_answer(
             return until_ended
 
     model = SlowToEnd(calculator, gate=gate)
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
-        held = gateway.app.sessions.named(session["id"])
-        assert held is not None
+    async with one_session(model, tmp_path) as (gateway, session):
+        held = gateway.held(session)
         request = ChatRequest(MODEL, (Message("user", "1+2?"),))
         attempts = []
         for number in range(3):
@@ -260,16 +247,13 @@ async def test_a_turn_that_an_engine_breaks_off_is_noted_until_its_request_has_a
             raise errors.pop(0)
         return "yes"
 
-    async with served_gateway(ScriptedModel(failing), tmp_path, context=400) as gateway:
-        session = await gateway.open()
-        held = gateway.app.sessions.named(session["id"])
-        assert held is not None
+    async with one_session(ScriptedModel(failing), tmp_path, context=400) as (gateway, session):
+        held = gateway.held(session)
         assert (await gateway.chat(session, ASK)).status_code == 503
         assert held.broken == "a turn gave no reply: EngineLost: engine-0 is gone"
         assert (await gateway.chat(session, ASK)).status_code == 500
         assert "no room" in held.broken
-        other = [{"role": "user", "content": "something else"}]
-        assert (await gateway.chat(session, other)).status_code == 200
+        assert (await gateway.chat(session, [{"role": "user", "content": "something else"}])).status_code == 200
         assert "no room" in held.broken  # going on as if nothing had been mends nothing
         assert (await gateway.chat(session, ASK)).status_code == 200
         assert held.broken == ""
@@ -302,8 +286,7 @@ async def test_no_session_reads_or_influences_another(tmp_path: Path) -> None:
 
 
 async def test_the_key_may_stand_in_the_path_or_in_either_header(tmp_path: Path) -> None:
-    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(ScriptedModel(lambda prompt: "yes"), tmp_path) as (gateway, session):
         body = {"model": MODEL, "messages": ASK}
         for headers, base in [
             ({"Authorization": "Bearer x"}, session["base_url"]),
@@ -349,8 +332,7 @@ async def test_what_is_not_served_is_refused_in_the_form_of_the_dialect(tmp_path
 
 
 async def test_events_say_what_the_whole_reply_says(tmp_path: Path) -> None:
-    async with served_gateway(ScriptedModel(lambda prompt: f"Well. {CALL}"), tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(ScriptedModel(lambda prompt: f"Well. {CALL}"), tmp_path) as (gateway, session):
         fields: dict[str, Any] = {"tools": [ADD], "logprobs": True}
         whole = (await gateway.chat(session, ASK, **fields)).json()
         fields |= {"stream": True, "stream_options": {"include_usage": True}}
@@ -368,8 +350,7 @@ async def test_events_say_what_the_whole_reply_says(tmp_path: Path) -> None:
 
 
 async def test_a_slow_client_holds_nobody_up(tmp_path: Path) -> None:
-    async with served_gateway(ScriptedModel(lambda prompt: "yes" * 2000), tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(ScriptedModel(lambda prompt: "yes" * 2000), tmp_path) as (gateway, session):
         host, port = gateway.address.removeprefix("http://").split(":")
         _, writer = await asyncio.open_connection(host, int(port))
         body = json.dumps({"model": MODEL, "messages": ASK, "max_tokens": 5}).encode()
@@ -382,8 +363,7 @@ async def test_a_slow_client_holds_nobody_up(tmp_path: Path) -> None:
 
 async def test_a_client_that_reads_nothing_of_a_long_reply_holds_no_row_and_nobody_up(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes" * 5000 if "long" in prompt else "yes")
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         host, port = gateway.address.removeprefix("http://").split(":")
         with socket.socket() as deaf:
             deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -394,8 +374,7 @@ async def test_a_client_that_reads_nothing_of_a_long_reply_holds_no_row_and_nobo
             body = json.dumps({"model": MODEL, "messages": asked, "logprobs": True, "stream": True}).encode()
             head = f"POST {session['base_url']}/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
             await loop.sock_sendall(deaf, f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            while not model.asked or model.running:
-                await asyncio.sleep(0.005)
+            await until(lambda: model.asked and not model.running)
             assert (await gateway.chat(session, ASK)).status_code == 200
             assert (await gateway.chat(await gateway.open(), ASK)).status_code == 200
 
@@ -428,9 +407,7 @@ async def test_a_thought_that_the_prompt_has_begun_is_reasoning_and_no_answer(tm
             assert (said.get("reasoning_content") or "", said["content"] or "") == (reasoning, content)
 
 
-async def test_an_earlier_response_stands_for_its_messages_whether_its_instructions_are_told_again_or_not(
-    tmp_path: Path,
-) -> None:
+async def test_an_earlier_response_stands_for_its_messages_with_instructions_told_again_or_not(tmp_path: Path) -> None:
     model, brief = ScriptedModel(lambda prompt: "It is 3."), {"instructions": "Be brief."}
     async with served_gateway(model, tmp_path) as gateway:
         for again in ({}, brief):

@@ -88,8 +88,7 @@ def test_the_turns_of_a_server_of_another_make_are_on_record_as_it_sampled_them(
     tokens = (*tokenizer.encode("ye", special_tokens=False), *tokenizer.encode("s", special_tokens=False))
     tokens = (*tokens, tokenizer.eos_token_ids[0])
     logprobs, asked = [-0.5 - at / 7 for at in range(len(tokens))], Asked()
-    replies = replies_of(model, context=512) | replies_that_say(tokens, logprobs)
-    with serving(replies, asked) as server:
+    with serving(replies_of(model, context=512) | replies_that_say(tokens, logprobs), asked) as server:
         words = ("engine.kind=vllm", f'engine.addresses=["{server}"]')
         with gateway(model, tmp_path / "sessions", *words) as (process, address):
             session = httpx.post(f"{address}/sessions", json={}).json()
@@ -118,9 +117,7 @@ def test_the_turns_of_a_server_of_another_make_are_on_record_as_it_sampled_them(
         ({"folder": Path(__file__) / "sessions"}, "cannot be made: Not a directory"),
     ],
 )
-def test_mistakes_are_told_before_the_model_is_loaded(
-    model: Path, tmp_path: Path, wrong: dict[str, Any], told: str
-) -> None:
+def test_mistakes_are_told_before_a_model_loads(model: Path, tmp_path: Path, wrong: dict[str, Any], told: str) -> None:
     with pytest.raises(UserError, match=told):
         serve_sessions(model, **{"host": "127.0.0.1", "port": 0, "folder": tmp_path / "sessions", **wrong})
     assert not (tmp_path / "sessions").exists()

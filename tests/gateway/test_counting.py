@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.gateway.serving import MODEL, ScriptedModel, served_gateway
+from tests.gateway.serving import MODEL, ScriptedModel, one_session, served_gateway
 
 TOOL = {"name": "add", "description": "Add.", "input_schema": {"type": "object"}}
 ASK: list[dict[str, Any]] = [{"role": "user", "content": [{"type": "text", "text": "the bus, then 1+2?"}]}]
@@ -16,8 +16,7 @@ PROMPT = (
 
 async def test_the_count_is_that_of_the_turn(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "the bus")
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         address = session["base_url"].removesuffix("/v1")
 
         async def told(path: str, **fields: Any) -> dict[str, Any]:

@@ -154,9 +154,8 @@ def test_a_request_of_claude_code_is_read() -> None:
 
 
 def test_where_a_cache_may_end_changes_no_message() -> None:
-    one = {"role": "user", "content": "1+2?"}
     other = {"role": "user", "content": [{"type": "text", "text": "1+2?", **EPHEMERAL}]}
-    assert claude(messages=[one]).messages == claude(messages=[other]).messages
+    assert claude(messages=[{"role": "user", "content": "1+2?"}]).messages == claude(messages=[other]).messages
 
 
 def test_what_a_reply_of_anthropics_form_says_comes_back_as_the_same_message() -> None:
@@ -195,8 +194,7 @@ def test_the_whole_reply_has_anthropics_form() -> None:
 def test_the_events_tell_the_blocks_of_the_whole_reply() -> None:
     """Put together as Anthropic's library does: a block begins empty, deltas fill it."""
     told = events_of_claude(TOLD)
-    assert told[0]["type"] == "message_start"
-    assert told[0]["message"]["usage"]["output_tokens"] == 0
+    assert (told[0]["type"], told[0]["message"]["usage"]["output_tokens"]) == ("message_start", 0)
     blocks, arguments = dict[int, dict[str, Any]](), ""
     for event in told:
         if event["type"] == "content_block_start":
@@ -239,8 +237,7 @@ def test_the_form_of_the_text_and_the_choice_of_a_tool_are_read() -> None:
     for choice, read in (("none", "none"), ("required", "required"), ({"type": "function", "name": "add"}, "add")):
         assert openai(tool_choice=choice, tools=[TOOL]).options.tool_choice == read
     for choice, read in (("auto", "auto"), ("any", "required"), ("none", "none"), ("tool", "add")):
-        one = {"type": choice, "name": "add", "disable_parallel_tool_use": True}
-        wanted = claude(tool_choice=one).options
+        wanted = claude(tool_choice={"type": choice, "name": "add", "disable_parallel_tool_use": True}).options
         assert (wanted.tool_choice, wanted.parallel_calls) == (read, False)
 
 

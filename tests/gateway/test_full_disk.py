@@ -11,7 +11,7 @@ import pytest
 
 from stretto_gateway.sessions import sessions
 from stretto_gateway.sessions.sessions import FolderRecord, Line
-from tests.gateway.serving import ScriptedModel, ServedGateway, served_gateway
+from tests.gateway.serving import ScriptedModel, ServedGateway, one_session, served_gateway
 
 QUESTIONS = ("first", "second", "third")
 
@@ -52,8 +52,7 @@ async def test_whichever_write_fails_what_was_told_is_there_after_a_restart(
     sampled tokens, the reply), and the reward."""
     monkeypatch.setattr(sessions, "FolderRecord", FullDisk)
     model = ScriptedModel(lambda prompt: f"answer {len(prompt)}")
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         FullDisk.after = nth
         told, failures = await conversation(gateway, session)
         assert failures == 1
@@ -75,9 +74,7 @@ async def test_whichever_write_fails_what_was_told_is_there_after_a_restart(
         (b'{"type":"Written","node":2,"segment":["",0,[],0,0,null,[],2]}\n', "follows segment 2"),
     ],
 )
-async def test_a_session_that_cannot_be_read_is_set_aside_with_its_reason(
-    tmp_path: Path, line: bytes, why: str
-) -> None:
+async def test_a_session_that_cannot_be_read_is_set_aside_with_why(tmp_path: Path, line: bytes, why: str) -> None:
     model = ScriptedModel(lambda prompt: "yes")
     ask = [{"role": "user", "content": "well?"}]
     async with served_gateway(model, tmp_path) as gateway:
@@ -123,6 +120,6 @@ async def test_of_many_ended_sessions_the_newest_are_read_and_the_keys_of_the_ot
 
 
 async def test_what_holds_a_key_is_for_its_owner_only(tmp_path: Path) -> None:
-    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(ScriptedModel(lambda prompt: "yes"), tmp_path) as (_, session):
+        pass
     assert stat.S_IMODE((tmp_path / f"{session['id']}.jsonl").stat().st_mode) == 0o600

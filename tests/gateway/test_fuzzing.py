@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schemathesis.core.result import Ok
 
 from stretto.launch.recipe.extensions import GatewayConfig
-from tests.gateway.serving import MODEL, ScriptedModel, served_gateway
+from tests.gateway.serving import MODEL, ScriptedModel, one_session
 
 PATHS = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"]
 #: Of bodies that are right, as little work as possible.
@@ -29,8 +29,7 @@ def assert_refused_in_its_form(path: str, status: int, told: Any) -> None:
 
 async def test_nothing_that_the_description_allows_makes_it_fail(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: CALL if "a" in prompt[-40:] else "yes")
-    async with served_gateway(model, tmp_path, config=GatewayConfig(turns=10_000)) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path, config=GatewayConfig(turns=10_000)) as (gateway, session):
         description = (await gateway.client.get("/openapi.json")).json()
         description["paths"] = {path: description["paths"][path] for path in PATHS}
         schema = schemathesis.openapi.from_dict(description)
@@ -62,8 +61,7 @@ async def test_nothing_that_the_description_allows_makes_it_fail(tmp_path: Path)
 async def test_no_bytes_make_it_fail(tmp_path: Path) -> None:
     paths = [*PATHS, "/../reward", "/v1/models/x"]
     odd = [b"", b"null", b"{}", b'"', b"[" * 100_000, b"\xff\xfe", b'{"model": NaN}', b'{"messages": [{"role": 1}]}']
-    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(ScriptedModel(lambda prompt: "yes"), tmp_path) as (gateway, session):
         for path in paths:
             for content in odd:
                 elsewhere = ("", f"/s/{'x' * 4000}") if content in odd[:2] else ()

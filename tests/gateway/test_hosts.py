@@ -39,11 +39,8 @@ def app(tmp_path_factory: pytest.TempPathFactory) -> GatewayApp:
 
 @given(_FOREIGN, _PATHS)
 def test_no_name_of_another_site_opens_or_sees_anything(app: GatewayApp, name: str, asked: tuple[str, str]) -> None:
-    async def main() -> httpx.Response:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as asking:
-            return await asking.request(*asked, headers={"host": name})
-
-    refused = asyncio.run(main())
+    asking = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x")
+    refused = asyncio.run(asking.request(*asked, headers={"host": name}))
     assert (refused.status_code, refused.json()["error"]["param"]) == (403, "host")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from stretto.core.errors import EngineLost
-from tests.gateway.serving import ScriptedModel, served_gateway, wished
+from tests.gateway.serving import ScriptedModel, one_session, wished
 
 COMMENT, PING = ": keep-alive", 'event: ping\ndata: {"type":"ping"}'
 DIALECTS = [("chat/completions", COMMENT), ("responses", COMMENT), ("messages", PING)]
@@ -25,8 +25,7 @@ async def test_a_stream_lives_until_its_turn_is_there_and_then_says_no_more_of_i
 ) -> None:
     monkeypatch.setattr("stretto_gateway.app._KEEP_ALIVE_SECONDS", 0.02)
     model = ScriptedModel(lambda prompt: "3", gate=asyncio.Event())
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         url = f"{session['base_url']}/{path}"
         told: list[str] = []
         async with gateway.client.stream("POST", url, json=asked(path)) as reply:
@@ -56,8 +55,7 @@ async def test_a_turn_that_is_lost_while_its_stream_lives_is_its_last_event(
         raise EngineLost("engine-0", "is gone")
 
     model = ScriptedModel(lost, gate=asyncio.Event())
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         told = ""
         async with gateway.client.stream("POST", f"{session['base_url']}/{path}", json=asked(path)) as reply:
             async for part in reply.aiter_text():
@@ -72,13 +70,10 @@ async def test_a_turn_that_is_lost_while_its_stream_lives_is_its_last_event(
             assert (last.split("\n")[0], event["type"]) == ("event: error", "error")
 
 
-async def test_a_client_that_leaves_its_living_stream_frees_its_turn(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_who_leaves_its_living_stream_frees_its_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto_gateway.app._KEEP_ALIVE_SECONDS", 0.02)
     model = ScriptedModel(lambda prompt: "3", gate=asyncio.Event())
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         url = f"{session['base_url']}/chat/completions"
         async with gateway.client.stream("POST", url, json=asked("chat/completions")) as reply:
             assert await anext(reply.aiter_text()) == f"{COMMENT}\n\n"

@@ -14,7 +14,7 @@ import pytest
 from stretto.launch.recipe.extensions import GatewayConfig
 from stretto_gateway.agents.groups import WaitingSessions
 from stretto_gateway.sessions.app import GatewayApp
-from tests.gateway.serving import ScriptedModel, ServedGateway, served_gateway
+from tests.gateway.serving import ScriptedModel, ServedGateway, one_session, served_gateway
 
 ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the bus, then 1+2?"}]
 
@@ -22,8 +22,7 @@ ASK = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "t
 async def test_a_turn_on_record_answers_its_own_request_alone(tmp_path: Path) -> None:
     said = iter(("first", "second"))
     model = ScriptedModel(lambda prompt: next(said))
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         first = await gateway.chat(session, ASK)
     async with served_gateway(model, tmp_path) as gateway:
         other = await gateway.chat(session, ASK, max_tokens=50)  # another request with the same prompt
@@ -36,8 +35,7 @@ async def test_a_turn_on_record_answers_its_own_request_alone(tmp_path: Path) ->
 async def test_the_limit_of_turns_counts_equal_ones_and_those_before_a_restart_but_no_replay(tmp_path: Path) -> None:
     model, config = ScriptedModel(lambda prompt: "yes"), GatewayConfig(turns=2)
     anew = {"x-stainless-retry-count": "0"}
-    async with served_gateway(model, tmp_path, config=config) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path, config=config) as (gateway, session):
         statuses = [(await gateway.chat(session, ASK, headers=anew)).status_code for _ in range(3)]
         assert statuses == [200, 200, 400]
     async with served_gateway(model, tmp_path, config=config) as gateway:
@@ -102,11 +100,9 @@ async def test_where_no_room_is_left_the_session_that_was_idle_for_long_ends(tmp
     model = ScriptedModel(lambda prompt: "yes")
     async with served_gateway(model, tmp_path, sessions=2) as gateway:
         idle, used = await gateway.open(), await gateway.open()
-        held = [gateway.app.sessions.named(session["id"]) for session in (idle, used)]
         assert (await gateway.client.post("/sessions", json={})).status_code == 429
-        for session in held:
-            assert session is not None
-            session.asked_at -= 4000  # seconds: longer than the hour that is allowed
+        for session in (idle, used):
+            gateway.held(session).asked_at -= 4000  # seconds: longer than the hour that is allowed
         assert (await gateway.chat(used, ASK)).status_code == 200
         await gateway.open()
         assert (await gateway.chat(idle, ASK)).status_code == 409
@@ -124,9 +120,7 @@ async def test_a_turn_in_progress_for_more_than_an_hour_keeps_its_session_and_no
         while not model.running:
             await asyncio.sleep(0.01)
         for session, seconds in ((busy, 5000), (idle, 4000)):
-            held = gateway.app.sessions.named(session["id"])
-            assert held is not None
-            held.asked_at -= seconds
+            gateway.held(session).asked_at -= seconds
         await gateway.open()
         assert (await gateway.shown(idle))["state"] == "ended"
         assert model.gate is not None
@@ -136,11 +130,8 @@ async def test_a_turn_in_progress_for_more_than_an_hour_keeps_its_session_and_no
 
 
 async def test_a_session_that_is_rewarded_is_not_idle(tmp_path: Path) -> None:
-    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path, sessions=1) as gateway:
-        session = await gateway.open()
-        held = gateway.app.sessions.named(session["id"])
-        assert held is not None
-        held.asked_at -= 4000
+    async with one_session(ScriptedModel(lambda prompt: "yes"), tmp_path, sessions=1) as (gateway, session):
+        gateway.held(session).asked_at -= 4000
         rewarded = await gateway.client.post(f"/sessions/{session['id']}/reward", json={"reward": 0.5})
         assert rewarded.status_code == 200
         assert (await gateway.client.post("/sessions", json={})).status_code == 429
@@ -150,19 +141,16 @@ async def test_a_session_that_is_rewarded_is_not_idle(tmp_path: Path) -> None:
 async def test_the_sessions_of_a_run_take_no_room_from_services(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes")
     async with served_gateway(model, tmp_path, sessions=1) as gateway:
-        waiting = gateway.app.sessions.named((await gateway.open())["id"])
-        assert waiting is not None
+        waiting = gateway.held(await gateway.open())
         host = WaitingSessions(deque([waiting]))
-        run = GatewayApp(gateway.app.sessions, host, waiting.model)
-        transport = httpx.ASGITransport(run)
+        transport = httpx.ASGITransport(GatewayApp(gateway.app.sessions, host, waiting.model))
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as service:
             assert (await service.post("/sessions", json={})).json()["id"] == waiting.id
 
 
 async def test_what_is_not_on_record_was_neither_given_nor_ended(tmp_path: Path) -> None:
     model = ScriptedModel(lambda prompt: "yes")
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         path, place = tmp_path / f"{session['id']}.jsonl", f"/sessions/{session['id']}"
         await gateway.client.post(f"{place}/reward", json={"reward": 0.25})
         whole = path.read_bytes()
@@ -187,9 +175,7 @@ async def test_what_is_not_on_record_was_neither_given_nor_ended(tmp_path: Path)
 
 
 @pytest.mark.parametrize("order", [("new", "k2", "k1"), ("k2", "new", "k1")])
-async def test_a_key_gets_its_own_reply_after_a_restart_whatever_is_asked_before(
-    tmp_path: Path, order: tuple[str, ...]
-) -> None:
+async def test_a_key_has_its_reply_after_a_restart_whatever_was_before(tmp_path: Path, order: tuple[str, ...]) -> None:
     said = iter("abcdef")
     model = ScriptedModel(lambda prompt: next(said))
 
@@ -197,8 +183,7 @@ async def test_a_key_gets_its_own_reply_after_a_restart_whatever_is_asked_before
         headers = {"Idempotency-Key": key} if key else {}
         return str((await gateway.chat(session, ASK, headers=headers)).json()["choices"][0]["message"]["content"])
 
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         first = {key: await ask(gateway, session, key) for key in ("k1", "k2", "")}
         assert sorted(first.values()) == ["a", "b", "c"]
     async with served_gateway(model, tmp_path) as gateway:
@@ -210,8 +195,7 @@ async def test_a_key_gets_its_own_reply_after_a_restart_whatever_is_asked_before
 
 async def test_after_the_end_a_key_on_record_gets_its_reply_and_no_other_request_does(tmp_path: Path) -> None:
     model, key = ScriptedModel(lambda prompt: "yes"), {"Idempotency-Key": "k"}
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         first = await gateway.chat(session, ASK, headers=key)
         await gateway.chat(session, ASK[1:])
         await gateway.client.post(f"/sessions/{session['id']}/end")
@@ -227,8 +211,7 @@ async def test_after_the_end_a_key_on_record_gets_its_reply_and_no_other_request
 
 
 async def test_a_reward_beyond_the_bound_is_refused_of_a_turn_and_of_the_session(tmp_path: Path) -> None:
-    async with served_gateway(ScriptedModel(lambda prompt: "ok"), tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(ScriptedModel(lambda prompt: "ok"), tmp_path) as (gateway, session):
         await gateway.chat(session, [{"role": "user", "content": "1"}])
         place = f"/sessions/{session['id']}/reward"
         for number in (b"1e6", b"-1e6"):
@@ -245,8 +228,7 @@ async def test_a_reward_beyond_the_bound_is_refused_of_a_turn_and_of_the_session
 
 
 async def test_turns_have_rewards_of_their_own(tmp_path: Path) -> None:
-    async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(ScriptedModel(lambda prompt: "yes"), tmp_path) as (gateway, session):
         place = f"/sessions/{session['id']}/reward"
         await gateway.chat(session, ASK)
         assert (await gateway.client.post(place, json={"reward": 0.25, "node": 1})).status_code == 200

@@ -39,7 +39,7 @@ FURTHER: dict[Dialect, dict[str, Any]] = {
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]},
             {"type": "function_call", "call_id": "c", "name": "add", "arguments": '{"a": null}'},
             {"type": "function_call_output", "call_id": "c", "output": "3"},
-        ],
+        ]
     },
     MessagesDialect(): {
         "system": [{"type": "text", "text": "be brief"}],
@@ -70,8 +70,7 @@ def test_a_null_changes_nothing(dialect: Dialect, data: st.DataObject) -> None:
     body = copy.deepcopy(BODIES[dialect])
     expected = dialect.parse(json.dumps(body).encode())
     for place in data.draw(st.lists(st.sampled_from(list(objects(body))), min_size=1, max_size=4)):
-        name = data.draw(st.sampled_from(NULLS))
-        place.setdefault(name, None)
+        place.setdefault(data.draw(st.sampled_from(NULLS)), None)
     assert dialect.parse(json.dumps(body).encode()) == expected
     assert "null" in json.dumps([tool.parameters for tool in expected.tools])
     assert any("null" in call.arguments for message in expected.messages for call in message.calls)

@@ -59,8 +59,7 @@ class Policy:
     async def groups(self) -> AsyncIterator[AgentGroups]:
         table, host, tokenizer = SessionTable(), WaitingSessions(), self._tokenizer
         sampling = Sampling(max_tokens=LONGEST, stop_token_ids=tokenizer.eos_token_ids)
-        rule = SamplingRule(sampling, self.engine.longest_row, chosen=())
-        model = ServedModel(MODEL, tokenizer, rule)
+        model = ServedModel(MODEL, tokenizer, SamplingRule(sampling, self.engine.longest_row, chosen=()))
         app = GatewayApp(table, host, model)
         bound = socket.create_server(("127.0.0.1", 0))
         async with served(self.engine, self._socket) as engine, serving_beside(app, bound) as address:

@@ -45,9 +45,7 @@ async def test_a_call_of_a_tool_that_is_not_offered_is_refused(tmp_path: Path, c
     assert f"that the request offers: {'add' if tools else 'none'}" in refused.json()["error"]["message"]
 
 
-async def test_a_refusal_that_names_a_tool_called_context_is_not_about_the_length_of_the_context(
-    tmp_path: Path,
-) -> None:
+async def test_a_refusal_that_names_a_tool_called_context_is_not_about_the_context_length(tmp_path: Path) -> None:
     tool, other = ({"type": "function", "function": {"name": name}} for name in ("get_context", "sub"))
     async with served_gateway(ScriptedModel(lambda prompt: "yes"), tmp_path) as gateway:
         refused = await gateway.chat(await gateway.open(), ASK, tools=[tool], tool_choice=other)
@@ -71,9 +69,7 @@ def test_a_top_k_that_filters_nothing_where_nothing_is_filtered_is_no_wish(top_k
         ((), ("parallel_tool_calls", "seed", "top_p")),
     ],
 )
-def test_what_a_client_may_not_choose_of_the_distribution_is_not_applied(
-    chosen: tuple[str, ...], names: tuple[str, ...]
-) -> None:
+def test_what_no_client_may_choose_of_a_distribution_is_left(chosen: tuple[str, ...], names: tuple[str, ...]) -> None:
     rule = SamplingRule(Sampling(max_tokens=8, temperature=0.7), context=32, chosen=chosen)
     wanted = SamplingOptions(temperature=0.7, top_p=0.5, seed=3, parallel_calls=False)
     assert rule.unapplied(ChatRequest(MODEL, (), (Tool("add"),), wanted)) == names

@@ -24,8 +24,7 @@ SUM = {
 @pytest.fixture(scope="module")
 def roomy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
     """A server of a model whose context has room for tools."""
-    folder = build_chat_model(tmp_path_factory.mktemp("roomy") / NAME, context=2048)
-    with serve_process(folder) as running:
+    with serve_process(build_chat_model(tmp_path_factory.mktemp("roomy") / NAME, context=2048)) as running:
         yield running
 
 

@@ -231,10 +231,8 @@ def test_answers_have_different_seeds_that_follow_from_the_requests(asking: Aski
     assert first.seeds[0] == 2**64 - 7
     assert completion(asking, seed=-7)[0].seeds == first.seeds[:1]
     assert completion(asking)[0].seeds != completion(asking)[0].seeds
-    many = completion(asking, prompt=["Hello"] * 8, n=2)
-    assert len({seed for request in many for seed in request.seeds}) == 16
-    seeded = completion(asking, prompt=["Hello"] * 8, n=5, seed=-7)
-    assert {request.seeds for request in seeded} == {first.seeds}
+    assert len({seed for request in completion(asking, prompt=["Hello"] * 8, n=2) for seed in request.seeds}) == 16
+    assert {request.seeds for request in completion(asking, prompt=["Hello"] * 8, n=5, seed=-7)} == {first.seeds}
 
 
 def test_a_conversation_goes_through_the_folders_template(asking: Asking) -> None:
@@ -242,8 +240,7 @@ def test_a_conversation_goes_through_the_folders_template(asking: Asking) -> Non
     reply: dict[str, Any] = {"role": "assistant", "content": "Hi", "refusal": None, "tool_calls": None}
     reply["annotations"] = []
     asked = chat(asking, messages=[{"role": "system", "content": "S"}, {"role": "user", "content": parts}, reply])
-    text = asking.tokenizer.decode(asked[0].prompt_token_ids)
-    assert text == "<system>S<user>Hello<assistant>Hi<assistant>"
+    assert asking.tokenizer.decode(asked[0].prompt_token_ids) == "<system>S<user>Hello<assistant>Hi<assistant>"
 
 
 async def test_a_long_prompt_is_refused_without_holding_up_the_server(asking: Asking) -> None:

@@ -26,6 +26,7 @@ from stretto.engine.native.generation import Generation
 from stretto.engine.wire import Refusal
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.http.asgi import LARGEST_BODY
+from tests.asynchronous import until
 from tests.engine.byte_policy import CONTEXT, NAME, generated
 from tests.engine.serving import Mailbox
 from tests.gateway.serve.serving import CHAT, COMPLETIONS, Serving, asked, engine_of, serve_process, served_engine
@@ -123,8 +124,7 @@ async def test_requests_during_an_update_are_served_and_later_ones_by_the_new_we
     async with served_engine(engine, byte_folder, mailbox) as (client, _):
         old = (await client.post(COMPLETIONS, json=asked(seed=0))).json()
         before = asyncio.create_task(client.post(COMPLETIONS, json=asked()))
-        while engine.health().running == 0:
-            await asyncio.sleep(0)
+        await until(lambda: engine.health().running != 0, 0)
         mailbox.publications[1] = dict(other.named_parameters())
         update = asyncio.create_task(client.post("/update_weights", content=msgspec.msgpack.encode({"version": 1})))
         during = [asyncio.create_task(client.post(COMPLETIONS, json=asked(seed=k))) for k in range(4)]
@@ -140,15 +140,12 @@ async def test_requests_during_an_update_are_served_and_later_ones_by_the_new_we
 async def test_a_client_that_leaves_frees_its_rows(byte_folder: Path, stream: bool) -> None:
     engine = engine_of(byte_folder, slots=2)
     async with served_engine(engine, byte_folder) as (client, _):
-        body = asked(n=6, max_tokens=250, stream=stream)
-        leaver = asyncio.create_task(client.post(COMPLETIONS, json=body))
-        while engine.health().running < 2:
-            await asyncio.sleep(0)
+        leaver = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=6, max_tokens=250, stream=stream)))
+        await until(lambda: engine.health().running >= 2, 0)
         leaver.cancel()
         await asyncio.gather(leaver, return_exceptions=True)
         async with asyncio.timeout(20):
-            while engine.health().running or engine.health().waiting:
-                await asyncio.sleep(0)
+            await until(lambda: not (engine.health().running or engine.health().waiting), 0)
         engine.check_integrity()
         assert (await client.post(COMPLETIONS, json=asked(max_tokens=5))).status_code == 200
 
@@ -176,8 +173,7 @@ async def test_a_thousand_connections_at_once_are_all_served(byte_folder: Path) 
         gate.set()
         replies = await asyncio.gather(*waiting)
         assert {reply.split(b"\r\n")[0] for reply in replies} == {b"HTTP/1.1 200 OK"}
-        texts = {json.loads(reply.split(b"\r\n\r\n")[1])["choices"][0]["text"] for reply in replies[::2]}
-        assert len(texts) == 1
+        assert len({json.loads(reply.split(b"\r\n\r\n")[1])["choices"][0]["text"] for reply in replies[::2]}) == 1
         assert all(reply.count(b"data: [DONE]") == 1 for reply in replies[1::2])
 
 
@@ -187,8 +183,7 @@ async def test_a_server_that_stops_finishes_what_is_open_and_begins_nothing(byte
         stream = asyncio.create_task(text_of(client, asked(max_tokens=200)))
         lost = HttpEngine("engine-0", f"{client.base_url.host}:{client.base_url.port}")
         await asyncio.gather(lost.health(), client.get("/health"))  # connections from before the end
-        while engine.health().generated < 5:
-            await asyncio.sleep(0)
+        await until(lambda: engine.health().generated >= 5, 0)
         server.handle_exit(15, None)
         refused = await client.post(COMPLETIONS, json=asked())
         assert_error(refused, 503)
@@ -211,8 +206,7 @@ async def test_patience_ends_and_a_second_signal_ends_it_at_once(byte_folder: Pa
     async with served_engine(engine, byte_folder, patience=60.0) as (client, server):
         whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=100, max_tokens=250)))
         stream = asyncio.create_task(collected(client, asked(n=100, max_tokens=250)))
-        while engine.health().generated < 5:
-            await asyncio.sleep(0)
+        await until(lambda: engine.health().generated >= 5, 0)
         server.handle_exit(15, None)
         server.handle_exit(15, None)
         assert_error(await whole, 503)
@@ -230,8 +224,7 @@ async def test_an_engine_that_fails_is_told_to_its_clients(byte_folder: Path) ->
     async with served_engine(engine, byte_folder, Mailbox({1: broken}), kind=Generation) as (client, _):
         whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=8)))
         stream = asyncio.create_task(collected(client, asked(n=8)))
-        while engine.health().waiting < 10:
-            await asyncio.sleep(0)
+        await until(lambda: engine.health().waiting >= 10, 0)
         await client.post("/update_weights", content=msgspec.msgpack.encode({"version": 1}))
         assert_error(await whole, 503)
         assert "engine-0 ended before the completion did" in (await stream)[-1]["error"]["message"]
@@ -318,8 +311,7 @@ def test_a_body_over_the_limit_is_refused_with_413(serving: Serving) -> None:
     body = b'{"model": "' + b"x" * LARGEST_BODY + b'"}'
     assert_error(serving.post(COMPLETIONS, body), 413, "body")
     chunks = (body[at : at + (1 << 20)] for at in range(0, len(body), 1 << 20))
-    response = httpx.post(serving.url + CHAT, content=chunks, trust_env=False, timeout=30)
-    assert_error(response, 413, "body")
+    assert_error(httpx.post(serving.url + CHAT, content=chunks, trust_env=False, timeout=30), 413, "body")
     told = serving.post("/generate", body)
     assert told.status_code == 413
     assert msgspec.msgpack.decode(told.content, type=Refusal).field == "body"
@@ -342,10 +334,8 @@ def test_a_signal_ends_the_command_when_open_streams_have_ended(byte_folder: Pat
 def test_what_the_cache_cannot_hold_is_no_part_of_the_context(byte_folder: Path) -> None:
     cache = 200 * TOKEN_BYTES / 2**30  # the next slot after 128 tokens is the whole context of 256
     with serve_process(byte_folder, f"engine.cache_gib={cache}") as running:
-        card = httpx.get(f"{running.url}/v1/models/{NAME}", trust_env=False).json()
-        assert card["max_model_len"] == 128
-        chat = {"model": NAME, "messages": [{"role": "user", "content": "a"}], "seed": 1}
-        told = running.post(CHAT, chat).json()
+        assert httpx.get(f"{running.url}/v1/models/{NAME}", trust_env=False).json()["max_model_len"] == 128
+        told = running.post(CHAT, {"model": NAME, "messages": [{"role": "user", "content": "a"}], "seed": 1}).json()
         assert told["usage"]["total_tokens"] == 128 or told["choices"][0]["finish_reason"] == "stop"
         assert running.post(COMPLETIONS, asked(max_tokens=126)).status_code == 200
         refused = running.post(COMPLETIONS, asked(max_tokens=127))

@@ -134,33 +134,27 @@ def test_events_are_those_of_the_dialect_to_the_byte(kind: int, text: str, name:
         assert encode(text) == dialect.event(request, head, [part])
 
 
-def test_a_fault_of_one_stream_ends_no_other(engine: NativeEngine) -> None:
+async def test_a_fault_of_one_stream_ends_no_other(engine: NativeEngine) -> None:
     def broken(new: NewToken) -> bool:
         raise ZeroDivisionError(new.request)
 
-    async def main() -> None:
-        generation = SharedGeneration(engine)
-        steps = asyncio.create_task(generation.run())
-        sampling = Sampling(max_tokens=6)
-        first, second = (
-            GenerateRequest(id=id, prompt_token_ids=(97,), seeds=(4,), sampling=sampling) for id in ("first", "second")
-        )
-        taken: list[int] = []
+    generation = SharedGeneration(engine)
+    steps = asyncio.create_task(generation.run())
+    first, second = (GenerateRequest(id, (97,), (4,), Sampling(max_tokens=6)) for id in ("first", "second"))
+    taken: list[int] = []
 
-        def take(new: NewToken) -> bool:
-            taken.append(new.token)
-            return True
+    def take(new: NewToken) -> bool:
+        taken.append(new.token)
+        return True
 
-        with generation.streaming([first], broken) as failing, generation.streaming([second], take) as well:
-            with pytest.raises(ZeroDivisionError, match="first"):
-                await _all(failing)
-            rest = await _all(well)
-        steps.cancel()
-        await asyncio.wait([steps])
-        assert taken
-        assert (*taken, *rest) == generated(engine, second)[0].segment.token_ids
-
-    asyncio.run(main())
+    with generation.streaming([first], broken) as failing, generation.streaming([second], take) as well:
+        with pytest.raises(ZeroDivisionError, match="first"):
+            await _all(failing)
+        rest = await _all(well)
+    steps.cancel()
+    await asyncio.wait([steps])
+    assert taken
+    assert (*taken, *rest) == generated(engine, second)[0].segment.token_ids
 
 
 async def _all(stream: AsyncIterator[Any]) -> list[int]:
