@@ -1,6 +1,5 @@
 """A gate with what a run has behind it, and callers that say what no agent says. Everything over real sockets."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -19,11 +18,11 @@ from stretto_cluster.handshake import call
 from stretto_cluster.machine import JoinedMachine
 from stretto_cluster.messages import TO_AGENT, Join, MachineReady, RolePlace, RunTerms, ToAgent
 from stretto_cluster.wire import Wire, connect
+from tests.asynchronous import until as until
 from tests.cluster.weights.serving import KEY, serving
 
 RUN, TOKEN, MAILBOX = "first-0a1b2c3d", "t" * 64, "run"
 FIRST = Tenure(epoch=1, conductor="a")
-_PATIENCE = 20.0
 
 
 @dataclass
@@ -103,14 +102,6 @@ async def hosted(
             yield host
         finally:
             await gate.close("the run has ended")
-
-
-async def until(condition: object, seconds: float = _PATIENCE) -> None:
-    """Poll `condition()`; fails after a while."""
-    assert callable(condition)
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def introduction(**changes: object) -> Join:

@@ -245,8 +245,7 @@ async def test_a_conductor_that_is_silent_for_longer_than_the_lease_is_left_and_
         assert not process.running
         road.thaw()
         road.cut()
-        again = await host.machine(1)
-        await toy(again, home)
+        await toy(await host.machine(1), home)
         await client.close()
 
 
@@ -359,9 +358,7 @@ async def test_an_address_at_which_nobody_answers_is_named_after_the_patience(ho
         await run_agent(Offer(address, TOKEN, patience=0.0), said.append, asyncio.Event())
 
 
-async def test_a_listener_that_never_says_a_word_is_named_after_the_deadline(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_listener_that_says_nothing_is_named_in_time(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto_cluster.agent._HANDSHAKE_SECONDS", 0.2)
     silent: list[asyncio.StreamWriter] = []
     server = await asyncio.start_server(lambda reader, writer: silent.append(writer), "127.0.0.1", 0)

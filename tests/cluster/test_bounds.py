@@ -138,9 +138,7 @@ def test_no_text_without_bounds_passes_the_reader_of_a_message() -> None:
     longest = dict[tuple[str, str | int], int]()
     for message, read in MESSAGES[: len(OF_AGENTS) + len(OF_CALLERS) + 2]:
         for place in texts(msgspec.msgpack.decode(msgspec.msgpack.encode(message))):
-            refused = (
-                length for length in (257, 4097, (64 << 10) + 1) if not passes(message, place, "x" * length, read)
-            )
+            refused = (size for size in (257, 4097, (64 << 10) + 1) if not passes(message, place, "x" * size, read))
             longest[type(message).__name__, place[-1]] = next(refused, 1 << 20) - 1
     assert set(longest.values()) == {256, 4096, 64 << 10}
     assert sum(length > 256 for length in longest.values()) == 6
@@ -156,8 +154,7 @@ def passes(message: object, place: tuple[str | int, ...], text: str, read: Any) 
 
 def test_what_an_engine_calls_a_tensor_or_itself_is_not_kept_whole(tmp_path: Path) -> None:
     """A proof is kept in the ledger, and time by role in the totals."""
-    names = _shortened(("x" * 10**6, "y" * 10**6, "z", "w"))
-    assert sum(map(len, names)) < 1000
+    assert sum(map(len, _shortened(("x" * 10**6, "y" * 10**6, "z", "w")))) < 1000
 
 
 @given(st.lists(st.floats() | st.integers(-(2**70), 2**70), max_size=6))

@@ -91,9 +91,7 @@ async def test_who_is_superseded_gives_way_whichever_write_fails(
 
 
 @pytest.mark.parametrize("full", [False, True])
-async def test_every_step_of_the_end_is_taken_on_a_full_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool
-) -> None:
+async def test_a_full_disk_skips_no_step_of_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: bool) -> None:
     monkeypatch.setattr(machines, "write_join_file", FullDisk((full,)).write)
     ended = asyncio.Event()
 

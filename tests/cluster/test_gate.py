@@ -63,9 +63,7 @@ class Spec(Record, frozen=True):
         (Spec(), TOKEN, "the introduction cannot be read"),
     ],
 )
-async def test_who_does_not_belong_to_the_run_is_told_why(
-    tmp_path: Path, said: msgspec.Struct, token: str, why: str
-) -> None:
+async def test_who_is_not_of_the_run_is_told_why(tmp_path: Path, said: msgspec.Struct, token: str, why: str) -> None:
     async with hosted(tmp_path) as host:
         with pytest.raises(HandshakeRefused, match="refused: ") as refused:
             await joined_by_hand(host.address, said, token)
@@ -109,9 +107,7 @@ async def test_a_stranger_costs_nothing_but_its_connection(tmp_path: Path, said:
         writer.close()
 
 
-async def test_a_crowd_that_says_nothing_does_not_keep_a_machine_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_crowd_that_says_nothing_keeps_no_machine_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The places of strangers are few here, so that the crowd need not be large."""
     monkeypatch.setattr(wire_module, "_STRANGERS", 8)
 
@@ -128,8 +124,7 @@ async def test_a_crowd_that_says_nothing_does_not_keep_a_machine_out(
         crowd = [await asyncio.open_connection(*host.address.split(":")) for _ in range(200)]
         wire = await joined_by_hand(host.address, introduction())
         assert isinstance(await wire.receive(), RunTerms)
-        left = [reader for reader, _ in crowd if not await closed(reader)]
-        assert len(left) <= 8
+        assert len([reader for reader, _ in crowd if not await closed(reader)]) <= 8
         for _, writer in crowd:
             writer.transport.abort()
         wire.cut()
@@ -259,9 +254,7 @@ async def test_the_late_end_of_a_role_is_not_taken_for_that_of_another_in_its_pl
         assert await process.ended() == "ended with exit code 3"
 
 
-async def test_a_role_that_cannot_be_started_is_named_and_one_whose_machine_goes_is_lost_with_it(
-    tmp_path: Path,
-) -> None:
+async def test_a_role_that_cannot_start_is_named_and_one_whose_machine_goes_is_lost_with_it(tmp_path: Path) -> None:
     async with joined(tmp_path) as (_, machine, wire):
         process = machine.role(0, "toy", "module", {})
         starting, order = await ordered(process, wire)
@@ -298,9 +291,7 @@ async def test_a_log_is_kept_up_to_a_bound_and_says_so_once(tmp_path: Path, monk
         assert kept == "a" * 400 + "b" * 400 + "c" * 400 + said
 
 
-async def test_a_version_that_never_comes_is_waited_for_by_name_and_a_lost_machine_ends_the_wait(
-    tmp_path: Path,
-) -> None:
+async def test_a_version_that_never_comes_is_waited_for_by_name_a_lost_machine_ends_the_wait(tmp_path: Path) -> None:
     async with joined(tmp_path) as (_, machine, wire):
         with pytest.raises(DeadlineExceeded, match=r"waited 0\.1 s for node-7-1 to pull version 5"):
             await machine.until_mirrored(5, 0.1)

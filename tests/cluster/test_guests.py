@@ -117,9 +117,7 @@ async def test_a_machine_that_goes_a_moment_after_its_engine_is_what_was_lost(tm
                 await guest.update(4)
 
 
-async def test_a_machine_that_has_fallen_silent_is_what_was_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_machine_that_fell_silent_is_what_was_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stretto_cluster.guest.SILENT_SECONDS", 0.6)
     with listening_only() as address:
         async with guest_at(address, tmp_path) as (guest, wire):
@@ -248,9 +246,7 @@ async def test_honest_completions_pass(tmp_path: Path) -> None:
         *((ended(logprobs=(-0.1, -0.2, odd)), "with no log-probabilities") for odd in (math.nan, math.inf, 0.5, -1e30)),
     ],
 )
-async def test_a_completion_that_cannot_be_is_the_loss_of_the_engine(
-    tmp_path: Path, lie: Completion, what: str
-) -> None:
+async def test_a_completion_that_cannot_be_is_the_engines_loss(tmp_path: Path, lie: Completion, what: str) -> None:
     with pytest.raises(EngineLied, match=what):
         await heard(tmp_path, frame(lie) + frame(ended(1)), generated)
 
@@ -287,9 +283,7 @@ async def test_tokens_so_far_that_cannot_be_are_refused(tmp_path: Path, pieces: 
     ids=st.lists(st.sampled_from([0, 1, 7, 49, 50, 51, 2**31 - 1, -1, -(2**31)]), min_size=1, max_size=4),
     data=st.data(),
 )
-def test_tokens_pass_where_the_model_has_them_and_each_has_a_log_probability(
-    ids: list[int], data: st.DataObject
-) -> None:
+def test_tokens_pass_where_the_model_has_them_and_each_has_a_logprob(ids: list[int], data: st.DataObject) -> None:
     """Alike whether they are packed in 32 or in 64 bits."""
     numbers = st.floats(-100, 0) | st.floats() | st.sampled_from([0.0, 5e-4, -9999.0, -20_000.0])
     logprobs = data.draw(st.lists(numbers, min_size=len(ids), max_size=len(ids)))

@@ -56,8 +56,7 @@ async def test_a_machine_that_has_served_a_newer_conductor_is_not_taken_and_the_
 ) -> None:
     async with hosted(home) as host:
         wire = await joined_by_hand(host.address, introduction(served=served))
-        said = await wire.receive()
-        assert isinstance(said, Dismissed if gives_way else RunTerms)
+        assert isinstance(await wire.receive(), Dismissed if gives_way else RunTerms)
         assert host.superseded == ([(served.epoch, "")] if gives_way and served else [])
         wire.cut()
 
@@ -67,8 +66,7 @@ async def test_an_agent_brings_the_word_from_the_newer_conductor_to_the_older_on
     said: list[str] = []
     async with hosted(home, tenure=SECOND) as newer:
         address = newer.address
-        offer = Offer(address, TOKEN, patience=30.0)
-        task = asyncio.create_task(run_agent(offer, said.append, asyncio.Event()))
+        task = asyncio.create_task(run_agent(Offer(address, TOKEN, patience=30.0), said.append, asyncio.Event()))
         await newer.machine()
         for machine in newer.gate.machines.values():
             machine._wire.cut()
@@ -172,9 +170,7 @@ async def test_at_an_address_that_somebody_else_has_by_now_the_search_ends_with_
     assert await said_of(f"unix:{home}/control") == ""  # on this machine, so it is known that it has ended
 
 
-async def test_a_folder_that_a_newer_conductor_went_on_with_is_refused_wherever_that_one_is(
-    home: Path, tmp_path: Path
-) -> None:
+async def test_a_folder_that_a_newer_conductor_has_is_refused_wherever_that_one_is(home: Path, tmp_path: Path) -> None:
     """It has no address, its machine cannot be reached, or it has ended: nobody replies, and it has the later steps."""
     known = msgspec.structs.replace(KNOWN, address="", superseded=2, before=("127.0.0.1:1",))
     (tmp_path / JOIN).write_bytes(msgspec.json.encode(known))
@@ -186,8 +182,7 @@ async def test_a_conductor_without_an_address_is_found_by_its_socket_and_tells_b
     """On one machine two conductors meet though no other machine can join either of them."""
     known = msgspec.structs.replace(KNOWN, address="", control=f"unix:{home}/newer")
     async with hosted(home) as host:
-        control = await host.gate.open(f"unix:{home}/control")
-        assert "was told to end" in await tell(known, control, SECOND, "")
+        assert "was told to end" in await tell(known, await host.gate.open(f"unix:{home}/control"), SECOND, "")
         assert host.superseded == [(2, f"unix:{home}/newer")]
 
 
@@ -221,9 +216,8 @@ def test_two_conductors_on_copies_of_one_folder_become_one(laboratory: Laborator
             wait_for_step(second, steps_done(copy) + 2)
             os.kill(first.process.pid, signal.SIGCONT)
             ended = first.end(60)
-            assert ended.code == 1
             there = read_join_file(copy).address
-            ended.says(f"at {there} (epoch 2), from a copy of its folder: this one ends")
+            ended.failed(f"at {there} (epoch 2), from a copy of its folder: this one ends")
             wait_until(lambda: "which continued another copy of this run, was told to end" in said(copy), "its word")
             laboratory.run("train", "--resume", run_dir).refused(f"whose conductor lives at {there}")
             end_well(second, laboratory, copy)

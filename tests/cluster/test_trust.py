@@ -77,8 +77,7 @@ async def test_a_client_without_a_certificate_gets_no_word_out_of_a_gate_with_tl
 async def test_the_clock_of_a_machine_is_known_to_the_run_by_the_shortest_round_trip(home: Path) -> None:
     """The road takes 50 ms each way; the clock is the same, so the offset is that of the road's two halves."""
     async with hosted(home) as host, Road(host.address, delay=0.05).opened() as road, agent(road.address):
-        machine = await host.machine()
-        role, client = await toy(machine, home)
+        role, client = await toy(await host.machine(), home)
         await asyncio.sleep(1.2)
         assert abs(role.clock_offset) < 0.05
         await client.close()

@@ -68,9 +68,7 @@ def changes(draw: st.DrawFn) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 @given(changes())
-def test_a_delta_laid_over_its_base_is_the_target_for_any_tensors(
-    pair: tuple[dict[str, Tensor], dict[str, Tensor]],
-) -> None:
+def test_a_delta_over_its_base_is_the_target_for_any_tensors(pair: tuple[dict[str, Tensor], dict[str, Tensor]]) -> None:
     with temporary() as folder:
         base, target = published(folder, v3=pair[0], v4=pair[1])
         difference = encoded(base, target, folder)
@@ -167,9 +165,7 @@ async def pull_all(home: Path, versions: list[dict[str, Tensor]], ours: Mirror) 
     return pulls
 
 
-async def test_the_second_version_comes_as_a_delta_and_the_mailbox_is_the_same(
-    source: str, home: Path, away: Path
-) -> None:
+async def test_the_second_version_is_a_delta_and_the_mailbox_is_the_same(source: str, home: Path, away: Path) -> None:
     first, second, third = await pull_all(
         home, [step(0), step(1), step(2)], Mirror(source, KEY, "run", away, delta="always")
     )
@@ -180,9 +176,7 @@ async def test_the_second_version_comes_as_a_delta_and_the_mailbox_is_the_same(
     assert sorted(path.suffix for path in home.iterdir()) == [".delta", ".spare", ".weights", ".weights"]
 
 
-async def test_where_most_elements_change_the_whole_travels_and_the_reason_is_told(
-    source: str, home: Path, away: Path
-) -> None:
+async def test_where_most_elements_change_the_whole_comes_and_why_is_told(source: str, home: Path, away: Path) -> None:
     versions = [step(version, torch.float32) for version in (0, 1)]
     _, second = await pull_all(home, versions, Mirror(source, KEY, "run", away, delta="always"))
     assert not second.delta
@@ -200,9 +194,7 @@ async def test_auto_measures_both_forms_and_then_takes_one_by_its_seconds(source
     assert all(pull.delta or "a GB took" in pull.reason for pull in pulls[2:])
 
 
-async def test_a_server_that_does_not_have_the_base_any_more_sends_the_whole(
-    source: str, home: Path, away: Path
-) -> None:
+async def test_a_server_that_has_no_base_any_more_sends_the_whole(source: str, home: Path, away: Path) -> None:
     ours = Mirror(source, KEY, "run", away, delta="always")
     await pull_all(home, [step(0)], ours)
     for version in (1, 2):

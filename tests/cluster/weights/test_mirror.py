@@ -21,6 +21,7 @@ from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySub
 from stretto_cluster.scratch import neighbours
 from stretto_cluster.weights.mirror import Mirror
 from stretto_cluster.weights.server import bound
+from tests.asynchronous import until
 from tests.cluster.weights.serving import (
     KEY,
     Road,
@@ -37,9 +38,7 @@ from tests.cluster.weights.serving import (
 )
 
 
-async def test_what_is_pulled_is_what_was_published_and_the_newest_two_are_kept(
-    source: str, home: Path, away: Path
-) -> None:
+async def test_what_is_pulled_was_published_and_the_newest_two_are_kept(source: str, home: Path, away: Path) -> None:
     ours = mirror(source, away)
     for version in (6, 7):
         pulled = await ours.pull(version)
@@ -216,8 +215,7 @@ async def test_a_server_that_is_killed_in_mid_transfer_and_started_again_costs_a
     async with road.opened():
         with role(home, model, address) as first:
             task = asyncio.create_task(mirror(road.address, away, patience=20.0).pull(7))
-            while road.passed < 200_000:
-                await asyncio.sleep(0.01)
+            await until(lambda: road.passed >= 200_000)
             first.kill()
             first.wait(timeout=20)
         with role(home, model, address):
@@ -279,8 +277,7 @@ async def test_a_pull_that_is_cancelled_leaves_nothing_and_the_next_one_works(so
     async with road.opened():
         ours = mirror(road.address, away)
         first = asyncio.create_task(ours.pull(7))
-        while road.passed < 20_000:
-            await asyncio.sleep(0.01)
+        await until(lambda: road.passed >= 20_000)
         first.cancel()
         with pytest.raises(asyncio.CancelledError):
             await first

@@ -47,8 +47,7 @@ def test_parts_that_are_cut_anywhere_go_on_where_they_broke_off(
         async with Road(source, cut, piece=1 << 12).opened() as road:
             return await mirror(road.address, away, part_size=part).pull(7)
 
-    pulled = asyncio.run(pull())
-    assert pulled.bytes == path_of("run", home, 7).stat().st_size
+    assert asyncio.run(pull()).bytes == path_of("run", home, 7).stat().st_size
     assert path_of("run", away, 7).read_bytes() == path_of("run", home, 7).read_bytes()
 
 
@@ -103,9 +102,7 @@ async def test_a_part_of_another_place_than_asked_for_is_refused(away: Path) -> 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="splice is of Linux")
-async def test_a_file_system_that_does_not_splice_gets_copies(
-    source: str, away: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_disk_that_cannot_splice_gets_copies(source: str, away: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     splice = os.splice
 
     def refused(src: int, dst: int, count: int, offset_dst: int | None = None) -> int:

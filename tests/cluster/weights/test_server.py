@@ -125,9 +125,7 @@ async def test_the_server_of_another_run_is_refused_by_both(home: Path, model: P
     assert names(away) == []
 
 
-async def test_the_model_folder_comes_whole_and_a_second_time_at_no_cost(
-    source: str, model: Path, tmp_path: Path
-) -> None:
+async def test_the_model_folder_comes_whole_and_again_at_no_cost(source: str, model: Path, tmp_path: Path) -> None:
     ours, folder = mirror(source, tmp_path / "away"), tmp_path / "policy"
     await ours.fetch_model(folder)
     await ours.fetch_model(folder)
@@ -138,9 +136,7 @@ async def test_the_model_folder_comes_whole_and_a_second_time_at_no_cost(
         await ours.fetch_model(folder)
 
 
-async def test_a_model_file_that_changed_on_the_road_is_found_and_the_folder_does_not_appear(
-    source: str, tmp_path: Path
-) -> None:
+async def test_a_model_file_that_changes_on_the_road_is_found_no_folder_appears(source: str, tmp_path: Path) -> None:
     async with Road(source, flipping(700_000)).opened() as road:
         with pytest.raises(TornPublication, match=r"model\.safetensors .* other bytes"):
             await mirror(road.address, tmp_path / "away").fetch_model(tmp_path / "policy")
