@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 from stretto.core.records import Completion, GenerateRequest
 from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.folder import quiet_transformers
+from tests.tiny_policy import sized
 
 NAME = "bytes"
 CONTEXT = 256
@@ -29,19 +30,8 @@ def build_byte_policy(folder: Path) -> Path:
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = CHAT_TEMPLATE
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    shape = sized(len(vocabulary), width=32, inner=48, layers=2, heads=(2, 1), max_position_embeddings=CONTEXT)
+    config = LlamaConfig(**shape, initializer_range=0.3, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     with torch.random.fork_rng(devices=()), quiet_transformers():
         torch.manual_seed(5)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)

@@ -10,8 +10,7 @@ class Decoder:
 
     def __init__(self, backend: Tokenizer, end: str) -> None:
         self._backend = backend
-        known = backend.get_vocab(with_added_tokens=True)
-        self.special_token_ids = frozenset({known[end]})
+        self.special_token_ids = frozenset({backend.get_vocab(with_added_tokens=True)[end]})
         self.longest = 0
 
     def decode(self, ids: Sequence[int], /) -> str:
@@ -39,23 +38,8 @@ def byte_level() -> tuple[Decoder, list[str]]:
 
 def byte_fallback() -> tuple[Decoder, list[str]]:
     """Like Llama 2 and Gemma: words with a mark for their space, and bytes for what has no token."""
-    names = [
-        "<unk>",
-        "▁",
-        "▁a",
-        "a",
-        "b",
-        "▁b",
-        "ab",
-        "▁▁",
-        "€",
-        "<0xE2>",
-        "<0x82>",
-        "<0xAC>",
-        "<0x61>",
-        "<0xFF>",
-        "\n",
-    ]
+    names = ["<unk>", "▁", "▁a", "a", "b", "▁b", "ab", "▁▁", "€", "<0xE2>", "<0x82>", "<0xAC>", "<0x61>", "<0xFF>"]
+    names += ["\n"]
     backend = Tokenizer(models.BPE({name: at for at, name in enumerate(names)}, [], unk_token="<unk>"))
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     backend.decoder = decoders.Sequence(parts)

@@ -74,9 +74,7 @@ def breaking(name: str, folder: Path, prompt: int = 30) -> GenerateRequest:
 
 
 @pytest.mark.parametrize("dtype", HUGE)
-def test_requests_whose_logits_are_not_finite_are_named_and_can_be_given_up(
-    folders: dict[str, Path], dtype: str
-) -> None:
+def test_requests_of_logits_that_are_not_finite_are_named_and_given_up(folders: dict[str, Path], dtype: str) -> None:
     fragile_folder = folders[dtype]
     others = [request(f"r{i}", prompt=3 + 20 * i, seeds=(i, i + 9), stop_token_ids=()) for i in range(3)]
     expected = finish(engine_of(fragile_folder, dtype=dtype), *others)

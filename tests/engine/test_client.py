@@ -114,9 +114,8 @@ async def test_a_refusal_that_never_ends_is_a_named_error(tmp_path: Path) -> Non
 
 
 async def test_a_connection_that_was_closed_meanwhile_is_not_used_again(tmp_path: Path) -> None:
-    reply = b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n\x90"
 
-    async with answering(tmp_path / "e.sock", reply) as client:
+    async with answering(tmp_path / "e.sock", b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\n\r\n\x90") as client:
         for _ in range(3):
             assert await client.spans() == []
             await asyncio.sleep(0.02)  # the far end hangs up

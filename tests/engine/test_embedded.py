@@ -36,17 +36,14 @@ def test_an_answer_ends_with_its_stop_token_or_with_its_budget_or_with_the_conte
     assert (len(ended["last", 0].token_ids), ended["last", 0].stop_reason) == (192 - 191, StopReason.LENGTH)
 
 
-def test_keeping_the_cache_recomputes_nothing_and_still_stamps_the_version(
-    folder: Path, plain: PreTrainedModel
-) -> None:
+def test_keeping_the_cache_recomputes_nothing_and_stamps_the_version(folder: Path, plain: PreTrainedModel) -> None:
     engine = engine_of(folder, on_update="keep")
     engine.add(request("a", stop_token_ids=(), max_tokens=10))
     for _ in range(4):
         engine.step()
     engine.update(1, weights(shaken(plain, 1)))
     completion = drain(engine)["a", 0]
-    assert completion.versions == (0,) * 4 + (1,) * 6
-    assert completion.interrupted == 1
+    assert (completion.versions, completion.interrupted) == ((0,) * 4 + (1,) * 6, 1)
     assert engine.health().recomputed == 0
 
 
@@ -83,8 +80,7 @@ def test_an_aborted_request_leaves_its_rows_and_counts_as_waste(folder: Path) ->
         engine.step()
     engine.abort("a")
     engine.check_integrity()
-    ended = drain(engine)
-    assert sorted(ended) == [("b", 0), ("b", 1), ("b", 2)]
+    assert sorted(drain(engine)) == [("b", 0), ("b", 1), ("b", 2)]
     assert engine.health().wasted == 3 * 3
     assert engine.step() == []
 
@@ -167,6 +163,5 @@ def test_of_spans_that_nobody_asks_for_the_newest_are_kept() -> None:
     stretches = BusySpans("engine-0")
     for version in range(MOST_SPANS + 50):
         stretches.add("generate", float(version), version + 0.5, version)
-    kept = [span.version for span in stretches.drain()]
-    assert kept == list(range(50, MOST_SPANS + 50))
+    assert [span.version for span in stretches.drain()] == list(range(50, MOST_SPANS + 50))
     assert stretches.drain() == []

@@ -41,6 +41,7 @@ from tests.engine.answering import (
     weights,
 )
 from tests.model.choosing import always
+from tests.tiny_policy import sized
 from tests.tolerances import EXACT
 
 VOCABULARY = 40
@@ -48,20 +49,8 @@ PROMPTS = 20
 LENGTHS = (1, 2, 3, 5, 9, 14, 23, 31, 48, 63)
 ANSWER = 24
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 192,
-    "initializer_range": 0.25,
-    "bos_token_id": None,
-    "eos_token_id": EOS,
-    "pad_token_id": 0,
-}
+SHAPE = sized(VOCABULARY, width=32, inner=48, layers=2, heads=(4, 2), head=8, max_position_embeddings=192)
+SHAPE |= {"initializer_range": 0.25, "bos_token_id": None, "eos_token_id": EOS, "pad_token_id": 0}
 GEMMA = {
     "num_hidden_layers": 3,
     "tie_word_embeddings": False,  # tied random weights repeat the newest token

@@ -43,13 +43,10 @@ def test_an_answer_goes_on_as_it_would_have(folder: Path, engine: NativeEngine, 
     for ours, theirs, some in zip(again, whole, prefixes, strict=True):
         assert ours.behavior_logprobs[: len(some.token_ids)] == some.behavior_logprobs
         assert ours.behavior_logprobs == pytest.approx(theirs.behavior_logprobs, abs=EXACT)
-        assert ours.interrupted == (2 if some.token_ids else 0)
-        assert ours.stop_reason == theirs.stop_reason
+        assert (ours.interrupted, ours.stop_reason) == (2 if some.token_ids else 0, theirs.stop_reason)
 
 
-def test_what_is_written_of_an_answer_is_enough_to_go_on_elsewhere_with_other_weights(
-    folder: Path, engine: NativeEngine
-) -> None:
+def test_what_is_written_of_an_answer_is_enough_to_go_on_with_other_weights(folder: Path, engine: NativeEngine) -> None:
     first, whole = engine_of(folder, slots=2), generated(engine, REQUEST)
     first.add(REQUEST)
     ended = {completion.member: completion for _ in range(5) for completion in first.step()}
@@ -82,10 +79,7 @@ def begun(*tokens: int, logprob: float = -0.5, versions: tuple[int, ...] = (0,),
     ("prefix", "message"),
     [
         (Segment.of((4,)), "prefixes: 1 tokens; as many log-probabilities and versions"),
-        (
-            begun(*(4,) * 25, versions=(0,) * 25),
-            "prefixes: 25 tokens; at most 24, which max_tokens and the context of",
-        ),
+        (begun(*(4,) * 25, versions=(0,) * 25), "prefixes: 25 tokens; at most 24, which max_tokens and the context of"),
         (begun(99), "prefixes: token 99; 0 to 21, the vocabulary"),
         (begun(-1), "prefixes: token -1; 0 to 21, the vocabulary"),
         (begun(4, versions=(7,)), "prefixes.versions: version 7; 0 to 0, the version in use"),
@@ -98,9 +92,7 @@ def begun(*tokens: int, logprob: float = -0.5, versions: tuple[int, ...] = (0,),
         (begun(4, interrupted=-1), "prefixes.interrupted: -1; 0 to 2,147,483,647"),
     ],
 )
-def test_a_beginning_that_no_engine_can_have_written_is_refused(
-    engine: NativeEngine, prefix: Segment, message: str
-) -> None:
+def test_a_beginning_that_no_engine_can_write_is_refused(engine: NativeEngine, prefix: Segment, message: str) -> None:
     with pytest.raises(RefusedRequest) as refused:
         engine.add(replace(REQUEST, prefixes=(prefix, Segment(), Segment())))
     assert message in str(refused.value)

@@ -78,9 +78,7 @@ def test_the_shares_of_the_allowed_tokens_by_hand() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0, 5.0])
-def test_a_random_model_writes_what_the_schema_wants(
-    byte_engine: NativeEngine, tokenizer: Tokenizer, temperature: float
-) -> None:
+def test_a_random_model_follows_the_schema(byte_engine: NativeEngine, tokenizer: Tokenizer, temperature: float) -> None:
     told = generated(byte_engine, asked(json_grammar(SCHEMA), range(6), temperature=temperature))
     assert all(follows(tokenizer, completion) for completion in told)
     assert (len({completion.token_ids for completion in told}) > 1) is (temperature > 0)
@@ -204,9 +202,7 @@ async def test_a_grammar_that_fails_on_the_way_ends_its_request_alone(byte_folde
     generation.engine.check_integrity()
 
 
-async def test_a_grammar_that_fails_on_the_way_leaves_nothing_of_what_was_sent_with_it(
-    byte_folder: Path, tmp_path: Path
-) -> None:
+async def test_a_grammar_that_fails_on_the_way_leaves_nothing_sent_with_it(byte_folder: Path, tmp_path: Path) -> None:
     """Both requests of one call share a stream, which the refusal of the first one ends."""
     engine = engine_of(byte_folder)
     async with served(engine, tmp_path / "e.sock") as client:

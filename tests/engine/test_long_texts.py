@@ -81,9 +81,7 @@ def test_no_pass_is_larger_than_a_chunk(
     assert sum(one for one, _ in seen) == 149 + 2
 
 
-def test_tokens_that_are_computed_again_have_no_more_logits_than_a_chunk(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_recomputed_tokens_have_no_more_logits_than_a_chunk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(packed.CHUNK_LOGITS, "cpu", 10 * 22)
     engine = engine_of(folder)
     seen = passes(engine, monkeypatch)
@@ -142,10 +140,7 @@ def test_all_numbers_are_of_one_version(folder: Path, plain: PreTrainedModel, af
     assert found == scores(pair.engine, TEXT) != old
 
 
-def test_texts_of_several_callers_are_scored_one_after_another(folder: Path) -> None:
+async def test_texts_of_several_callers_are_scored_one_after_another(folder: Path) -> None:
     generation = Generation(engine_of(folder, max_prefill_tokens=15))
-
-    async def all_at_once() -> list[list[tuple[float, ...]]]:
-        return await asyncio.gather(*(generation.score([TEXT[at:]]) for at in range(4)))
-
-    assert asyncio.run(all_at_once()) == [scores(generation.engine, TEXT[at:]) for at in range(4)]
+    all_at_once = await asyncio.gather(*(generation.score([TEXT[at:]]) for at in range(4)))
+    assert all_at_once == [scores(generation.engine, TEXT[at:]) for at in range(4)]

@@ -48,9 +48,7 @@ def test_adapters_are_added_to_the_start_and_never_to_a_sum(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_publication_in_the_engines_dtype_gives_the_same_weights_as_one_in_float32(
-    dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_publication_in_the_engines_dtype_gives_the_weights_of_float32(dtype: torch.dtype, tmp_path: Path) -> None:
     trained = {name: torch.randn(parameter.shape) for name, parameter in model().named_parameters()}
     loaded = []
     for published in (None, dtype):

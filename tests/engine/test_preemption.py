@@ -48,8 +48,7 @@ def test_answers_of_a_tiny_cache_are_those_of_a_large_one(folder: Path) -> None:
         health = tiny.health()
         assert health.preempted > 0
         assert health.recomputed > 0
-        assert health.interrupted == 0
-        assert health.generated == large.health().generated
+        assert (health.interrupted, health.generated) == (0, large.health().generated)
 
 
 def assert_same_answers(
@@ -57,8 +56,7 @@ def assert_same_answers(
 ) -> None:
     assert {key: c.token_ids for key, c in ended.items()} == {key: c.token_ids for key, c in expected.items()}
     for key, completion in ended.items():
-        difference = np.subtract(completion.behavior_logprobs, expected[key].behavior_logprobs)
-        assert np.abs(difference).max() < EXACT
+        assert np.abs(np.subtract(completion.behavior_logprobs, expected[key].behavior_logprobs)).max() < EXACT
 
 
 def test_memory_stays_within_the_budget_in_every_step(folder: Path) -> None:
@@ -89,8 +87,7 @@ def test_memory_stays_within_a_limit_that_changes_between_any_two_steps(folder: 
         engine.check_integrity()
         assert engine.cache_allocated <= engine._cache_bytes
     engine.limit(600 * TOKEN_BYTES)
-    found = {(c.request, c.member): c for c in ended} | drain(engine)
-    assert_same_answers(found, expected)
+    assert_same_answers({(c.request, c.member): c for c in ended} | drain(engine), expected)
 
 
 def test_tokens_keep_their_version_through_preemption_and_updates(folder: Path, plain: PreTrainedModel) -> None:
@@ -121,8 +118,7 @@ def test_keeping_the_cache_on_updates_does_not_keep_it_from_preemption(folder: P
     for _ in range(20):
         engine.step()
     engine.update(1, weights(plain))
-    ended = drain(engine)
-    assert len(ended) == 6
+    assert len(drain(engine)) == 6
     assert engine.health().preempted > 0
 
 

@@ -78,9 +78,7 @@ def test_without_siblings(folder: Path, together: Ended) -> None:
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
-def test_after_interruptions_by_equal_weights(
-    folder: Path, plain: PreTrainedModel, together: Ended, on_update: str
-) -> None:
+def test_after_updates_by_equal_weights(folder: Path, plain: PreTrainedModel, together: Ended, on_update: str) -> None:
     engine = engine_of(folder, slots=16, on_update=on_update)
     for wanted in REQUESTS:
         engine.add(wanted)
@@ -94,9 +92,7 @@ def test_after_interruptions_by_equal_weights(
     assert max(completion.interrupted for completion in ended.values()) > 3
 
 
-def test_log_probabilities_are_those_of_the_distribution_that_was_drawn_from(
-    plain: PreTrainedModel, together: Ended
-) -> None:
+def test_logprobs_are_those_of_the_distribution_that_was_drawn_from(plain: PreTrainedModel, together: Ended) -> None:
     for wanted in REQUESTS:
         for member in range(3):
             completion, sampling = together[wanted.id, member], wanted.sampling
@@ -141,8 +137,7 @@ def test_a_stop_text_is_found_across_an_interruption(
     folder: Path, engine: NativeEngine, plain: PreTrainedModel, on_update: str
 ) -> None:
     whole = finish(engine, request("a", 9, (3,), stop_token_ids=()))["a", 0].token_ids
-    stop = load_tokenizer(folder).decode(whole)[3:7]
-    wanted = request("a", 9, (3,), stop_token_ids=(), stop=(stop,))
+    wanted = request("a", 9, (3,), stop_token_ids=(), stop=(load_tokenizer(folder).decode(whole)[3:7],))
     undisturbed = finish(engine, wanted)["a", 0]
     engine = engine_of(folder, on_update=on_update)
     for steps in range(1, len(undisturbed.token_ids)):
@@ -184,8 +179,7 @@ def test_a_budget_whose_last_token_comes_after_an_interruption_ends_with_length(
         assert engine.step() == []
     for version in (1, 2):
         engine.update(version, dict(plain.named_parameters()))
-    ended = drain(engine)
-    for completion in ended.values():
+    for completion in drain(engine).values():
         assert completion.versions == (0, 0, 0, 0, 2)
         assert completion.stop_reason is StopReason.LENGTH
         assert completion.interrupted >= 1

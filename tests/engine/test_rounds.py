@@ -4,7 +4,6 @@
 - Requests of one message begin in the same step, or none of them does.
 """
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -33,12 +32,9 @@ def test_what_an_engine_did_before_leaves_no_trace(folder: Path) -> None:
     assert finish(engine, *TOGETHER) == expected
 
 
-def test_requests_of_one_message_begin_in_the_same_step(folder: Path, tmp_path: Path) -> None:
-    async def main() -> dict[tuple[str, int], Completion]:
-        async with served(engine_of(folder), tmp_path / "e.sock") as client:
-            return {(c.request, c.member): c async for c in client.generate(*TOGETHER)}
-
-    assert asyncio.run(main()) == alone(folder)
+async def test_requests_of_one_message_begin_in_the_same_step(folder: Path, tmp_path: Path) -> None:
+    async with served(engine_of(folder), tmp_path / "e.sock") as client:
+        assert {(c.request, c.member): c async for c in client.generate(*TOGETHER)} == alone(folder)
 
 
 async def test_of_requests_one_of_which_is_refused_none_begins(folder: Path, tmp_path: Path) -> None:

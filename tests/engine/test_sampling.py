@@ -52,8 +52,7 @@ def test_a_row_draws_the_same_token_alone_and_among_others() -> None:
 )
 def test_the_loop_and_torch_draw_the_same_tokens(seed: int, tokens: int, size: float, removed: bool) -> None:
     """The two add up in different orders: only a target within rounding of the edge of a token may give another one."""
-    chance = torch.Generator().manual_seed(seed)
-    logits = size * torch.randn(16, tokens, generator=chance)
+    logits = size * torch.randn(16, tokens, generator=torch.Generator().manual_seed(seed))
     if removed:  # as filters remove tokens, and as a model may
         logits[:, 1::3], logits[:, 2::3] = torch.finfo(torch.float32).min, -torch.inf
     greedy, targets = np.arange(16) % 4 == 0, uniforms(np.full(16, seed, np.uint64), np.arange(16))
@@ -104,9 +103,7 @@ BROKEN = [math.nan, math.inf]
 
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 @pytest.mark.parametrize("bad", BROKEN)
-def test_logits_that_are_no_distribution_have_no_log_probability_and_leave_other_rows_alone(
-    bad: float, temperature: float
-) -> None:
+def test_logits_that_are_no_distribution_have_no_logprob_and_leave_others_alone(bad: float, temperature: float) -> None:
     logits = torch.randn(3, 7)
     broken = logits.clone()
     broken[1, 4] = bad
@@ -138,8 +135,7 @@ def test_behind_filters_tokens_come_as_often_as_their_probability_says() -> None
 
 
 def test_filters_touch_their_own_rows_alone() -> None:
-    generator = torch.Generator().manual_seed(4)
-    logits = 3 * torch.randn(48, 40, generator=generator)
+    logits = 3 * torch.randn(48, 40, generator=torch.Generator().manual_seed(4))
     temperatures = np.where(np.arange(48) % 5 == 4, 0.0, 0.7).astype(np.float32)
     seeds, places = np.arange(48, dtype=np.uint64), np.arange(48) % 7
     rows = [r for r in range(48) if r % 3 == 0]

@@ -88,18 +88,14 @@ async def test_answers_arrive_as_the_engine_made_them(folder: Path, tmp_path: Pa
         assert await client.spans() == []
 
 
-async def test_a_server_loads_the_newest_version_before_it_serves(
-    folder: Path, tmp_path: Path, plain: PreTrainedModel
-) -> None:
+async def test_a_server_loads_the_newest_before_it_serves(folder: Path, tmp_path: Path, plain: PreTrainedModel) -> None:
     mailbox = Mailbox({version: dict(plain.named_parameters()) for version in (3, 7)})
     async with served(engine_of(folder), tmp_path / "e.sock", mailbox) as client:
         assert (await client.health()).version == 7
         assert {v for c in await collect(client, request("a")) for v in c.versions} == {7}
 
 
-async def test_an_update_interrupts_an_open_stream_which_then_goes_on(
-    folder: Path, tmp_path: Path, plain: PreTrainedModel
-) -> None:
+async def test_an_update_interrupts_a_stream_that_goes_on(folder: Path, tmp_path: Path, plain: PreTrainedModel) -> None:
     other = copy.deepcopy(plain)
     with torch.no_grad():
         next(other.parameters()).mul_(1.01)
@@ -116,9 +112,7 @@ async def test_an_update_interrupts_an_open_stream_which_then_goes_on(
         assert (await client.health()).updates == 1
 
 
-async def test_errors_of_the_engine_reach_the_client_as_themselves(
-    folder: Path, tmp_path: Path, plain: PreTrainedModel
-) -> None:
+async def test_an_engines_errors_reach_the_client_as_such(folder: Path, tmp_path: Path, plain: PreTrainedModel) -> None:
     torn = {name: tensor for name, tensor in plain.named_parameters() if "norm" not in name}
 
     mailbox = Mailbox()
