@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from stretto.model.hf.layers import saved_buffers
 from tests.model.families import EXPERTS, SLIDING, config
+from tests.tiny_policy import sized
 from tests.trainer.several_ranks import run_program
 from tests.trainer.two_machines import Site, two_machines
 from tests.trainer.unloaded import FIRST
@@ -32,17 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2},  # a saved buffer balances its experts
 }
-LARGE = Qwen3Config(
-    vocab_size=4096,
-    hidden_size=640,
-    num_hidden_layers=8,
-    num_attention_heads=10,
-    num_key_value_heads=10,
-    head_dim=64,
-    intermediate_size=1920,
-    max_position_embeddings=64,
-    tie_word_embeddings=False,
-)
+_LARGE = sized(4096, width=640, inner=1920, layers=8, heads=(10, 10), head=64, max_position_embeddings=64)
 
 
 @pytest.fixture(scope="package")
@@ -55,6 +46,7 @@ def rank_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for _, buffer in saved_buffers(model):
             torch.nn.init.normal_(buffer)
         model.save_pretrained(folder / "models" / family)
-    AutoModelForCausalLM.from_config(LARGE, dtype=torch.bfloat16).save_pretrained(folder / "models" / "large")
+    large = Qwen3Config(**_LARGE, tie_word_embeddings=False)
+    AutoModelForCausalLM.from_config(large, dtype=torch.bfloat16).save_pretrained(folder / "models" / "large")
     run_program("tests.trainer.rank_runs", folder)
     return folder

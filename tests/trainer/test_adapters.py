@@ -20,7 +20,7 @@ from stretto.model.hf.layers import linear_layers
 from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.adapters import adapt, adapted_layers, gather_adapters, plain_parameters
 from stretto.trainer.config import LoraConfig, TrainerConfig
-from stretto.trainer.messages import SavePolicy, TrainerSpec
+from stretto.trainer.messages import SavePolicy
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner
 from stretto.trainer.ranks import ALONE
@@ -28,9 +28,10 @@ from stretto.trainer.reference import ReferencePolicy
 from stretto.trainer.roles.trainer import TrainerRole
 from stretto.trainer.trainer import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
+from tests.tiny_policy import sized
 from tests.tolerances import assert_close, near, rounding
 from tests.trainer.batches import batch
-from tests.trainer.tiny import FORWARD, tiny
+from tests.trainer.tiny import FORWARD, spec_of, tiny
 
 LORA = LoraConfig(rank=2, alpha=4, target_modules=("q_proj", "down_proj"))
 CONFIG = TrainerConfig(learning_rate=3e-3, minibatches=2, lora=LORA)
@@ -143,15 +144,6 @@ def test_peft_reads_what_is_saved_of_them(tmp_path: Path) -> None:
 
 def test_a_saved_policy_has_its_adapters_when_it_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny().save_pretrained(tmp_path / "start")
-    spec = TrainerSpec(
-        model=str(tmp_path / "start"),
-        mailbox="",
-        mailbox_folder="",
-        trainer=CONFIG.model_dump_json(),
-        algorithm=AlgorithmConfig().model_dump_json(),
-        sampling=Sampling(max_tokens=4),
-        threads=1,
-    )
     policy = tmp_path / "policy" / "v000001"
     appeared: list[bool] = []
 
@@ -160,6 +152,7 @@ def test_a_saved_policy_has_its_adapters_when_it_appears(tmp_path: Path, monkeyp
         save_file(tensors, file, metadata)
 
     monkeypatch.setattr("stretto.trainer.adapters.save_file", save)
+    spec = spec_of(tmp_path / "start", CONFIG, Sampling(max_tokens=4))
     role = TrainerRole(spec, SharedMemoryPublisher("none", tmp_path), ALONE, lambda told: None)
     role.carry_out(SavePolicy(folder=str(policy)))
     assert appeared == [False]
@@ -178,17 +171,11 @@ def test_without_names_every_linear_layer_of_the_decoder_gets_one() -> None:
 
 @pytest.mark.parametrize("family", ["dots1", "qwen3_moe"])
 def test_the_dense_and_shared_layers_of_a_mixture_get_adapters_and_its_experts_none(family: str) -> None:
-    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 48}
+    experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "pad_token_id": 0}
     special = {"dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}}
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=13,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        **{"num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0, **experts},
-        **special.get(family, {"num_experts": 4, "mlp_only_layers": [0]}),
-    )
+    shape = sized(13, width=32, inner=48, layers=2, heads=(2, 1), head=16, **experts)
+    own = special.get(family, {"num_experts": 4, "mlp_only_layers": [0]})
+    config = AutoConfig.for_model(family, **shape, **own)
     model = AutoModelForCausalLM.from_config(config)
     linear, plain = sorted(linear_layers(model)), sorted(name for name, _ in model.named_parameters())
     adapt(model, LORA.model_copy(update={"target_modules": ()}))

@@ -123,8 +123,7 @@ def written_out(critic: torch.nn.Module, sample: Sample) -> Tensor:
 
 
 def test_returns_are_advantages_plus_values() -> None:
-    critic = knowing()
-    values = critic.token_values(batch(5))
+    values = knowing().token_values(batch(5))
     samples = samples_of(batch(5, oldest_trainable=5), ALGORITHM, LONGEST, values).samples
     assert any(len(sample.returns) < len(values[sample.id]) for sample in samples)
     for sample in samples:
@@ -224,9 +223,7 @@ def test_the_last_state_of_an_answer_that_fills_the_context_has_a_value() -> Non
 
 def test_an_answer_that_was_cut_off_bootstraps_from_its_last_state() -> None:
     given, critic = ended(batch(0), which=1), knowing()
-    without = {
-        sample.id: sample for sample in samples_of(given, ALGORITHM, LONGEST, critic.token_values(given)).samples
-    }
+    without = {one.id: one for one in samples_of(given, ALGORITHM, LONGEST, critic.token_values(given)).samples}
     critic._truncated = "bootstrap"
     values = critic.token_values(given)
     for sample in samples_of(given, CUT_OFF, LONGEST, values).samples:

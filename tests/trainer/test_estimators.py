@@ -135,9 +135,7 @@ def test_gae_by_hand() -> None:
 
 
 @given(st.floats(-5, 5), st.integers(1, 9), st.floats(0, 1), st.floats(0, 1))
-def test_without_a_critic_gae_is_the_discounted_terminal_reward(
-    r: float, tokens: int, gamma: float, lam: float
-) -> None:
+def test_without_critic_gae_is_the_discounted_terminal_reward(r: float, tokens: int, gamma: float, lam: float) -> None:
     expected = gae([0.0] * (tokens - 1) + [r], [0.0] * tokens, gamma, lam)
     assert terminal(r, tokens, range(tokens), gamma * lam) == pytest.approx(expected, abs=1e-12)
 

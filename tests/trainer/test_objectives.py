@@ -151,8 +151,7 @@ def chosen(config: AlgorithmConfig, part: Sequence[Known]) -> list[list[bool]]:
         return kept
     inside = []
     for i, known in enumerate(part):
-        log_ratio = (known.policy.detach() - known.behavior).tolist()
-        pairs = zip(log_ratio, known.scores.tolist(), strict=True)
+        pairs = zip((known.policy.detach() - known.behavior).tolist(), known.scores.tolist(), strict=True)
         inside += [(x * x, i, t) for t, (x, a) in enumerate(pairs) if x * a > 0]
     inside.sort()
     while inside and sum(m for m, _, _ in inside) / len(inside) > loss.threshold:

@@ -34,8 +34,7 @@ def test_learning_rates_by_hand() -> None:
 
 
 def test_a_run_longer_than_its_schedule_stays_at_the_end_of_it() -> None:
-    config = OptimizerConfig(learning_rate=1.0, schedule="linear")
-    assert learning_rate(config, 12, steps=10) == 0.0
+    assert learning_rate(OptimizerConfig(learning_rate=1.0, schedule="linear"), 12, steps=10) == 0.0
 
 
 def test_norms_and_biases_do_not_decay() -> None:
@@ -49,8 +48,7 @@ def test_the_gradient_is_clipped_by_its_global_norm() -> None:
     learner = Learner(tiny(), OptimizerConfig(max_grad_norm=0.01, weight_decay=0.0))
     (-learner.logprobs(PACKED).logprobs.sum()).backward()
     before = math.sqrt(sum(float(p.grad.square().sum()) for p in learner.model.parameters() if p.grad is not None))
-    step = learner.step(1e-3, training_step=0)
-    assert step.grad_norm == near(before, FORWARD)
+    assert learner.step(1e-3, training_step=0).grad_norm == near(before, FORWARD)
     moment = math.sqrt(sum(float(s["exp_avg"].square().sum()) for s in learner.adamw.state.values()))
     assert moment == near(0.1 * 0.01, FORWARD)  # (1 - beta1) * clipped gradient
 

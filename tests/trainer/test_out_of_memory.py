@@ -12,14 +12,15 @@ from torch.distributed.checkpoint import state_dict_loader
 
 from stretto.core.errors import OutOfMemory
 from stretto.model.device import memory_named, take_share
-from stretto.trainer.messages import Demonstration, Demonstrations, SaveCheckpoint, SupervisedSpec, TrainerSpec
+from stretto.trainer.config import TrainerConfig
+from stretto.trainer.messages import Demonstration, Demonstrations, SaveCheckpoint, SupervisedSpec
 from stretto.trainer.ranks import ALONE
 from stretto.trainer.roles import supervised
 from stretto.trainer.roles.trainer import TrainerRole
 from stretto.trainer.trainer import Trainer
 from stretto_cluster.ranks.rank import GatheringPublisher
 from tests.trainer.rank_runs import SAMPLING, SCENARIOS, trainer_of
-from tests.trainer.tiny import tiny
+from tests.trainer.tiny import spec_of, tiny
 
 WORDS = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80 GiB."
 
@@ -31,17 +32,8 @@ def short(*_: object, **__: object) -> None:
 def role(folder: Path, checkpoint: Path | None = None) -> TrainerRole:
     """Of rank 9, on a machine where it sees GPUs 3 and 5 and has the second."""
     tiny().save_pretrained(folder / "model")
-    spec = TrainerSpec(
-        model=str(folder / "model"),
-        mailbox="",
-        mailbox_folder="",
-        trainer='{"ranks": 1, "minibatches": 1}',
-        algorithm="{}",
-        sampling=SAMPLING,
-        threads=1,
-        gpus=("3", "5"),
-        checkpoint=None if checkpoint is None else str(checkpoint),
-    )
+    begin, config = None if checkpoint is None else str(checkpoint), TrainerConfig(ranks=1, minibatches=1)
+    spec = spec_of(folder / "model", config, SAMPLING, gpus=("3", "5"), checkpoint=begin)
     return TrainerRole(spec, GatheringPublisher(), ALONE, lambda told: None, 1, " on far")
 
 
@@ -93,15 +85,12 @@ def test_a_checkpoint_is_written_without_a_gpu(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("current_stream", "Stream", "stream", "current_device"):
         monkeypatch.setattr(torch.cuda, name, short)
-    write = trainer.snapshot()
-    write(tmp_path / "v0")
+    trainer.snapshot()(tmp_path / "v0")
     assert list((tmp_path / "v0").glob("shard-*.safetensors"))
 
 
 @pytest.mark.parametrize("told", [None, "garbage_collection_threshold:0.6"])
-def test_a_process_keeps_to_its_share_and_its_memory_grows_in_place(
-    told: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_keeps_to_its_share_and_memory_grows_there(told: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless the environment has settings of its own, which torch has read."""
     settings, shares = list[str](), list[float]()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -129,9 +129,7 @@ def test_the_records_of_a_step_count_what_its_metrics_say(algorithm: dict[str, o
 def test_log_probabilities_are_those_of_the_policy_before_the_step() -> None:
     model, kept, given = tiny(), Kept(), batch(0)
     with torch.no_grad():
-        before = {
-            one.id: sample_logprobs(model, one)[0] for one in samples_of(given, AlgorithmConfig(), LONGEST).samples
-        }
+        before = {s.id: sample_logprobs(model, s)[0] for s in samples_of(given, AlgorithmConfig(), LONGEST).samples}
     metrics = Trainer(model, CONFIG, AlgorithmConfig(), sink=kept).train(given).metrics
     logged = {t.id: np.array(t.segments[0].behavior_logprobs) for group in given.groups for t in group.trajectories}
     differences = [record.trainer_logprob - logged[id] for id, record in kept.last().items()]
@@ -194,9 +192,7 @@ def test_a_step_that_is_trained_again_after_a_resume_writes_the_same_bytes(tmp_p
     assert len(record.outcome) == len(batch(1).groups[0].trajectories[3].segments[0].token_ids)
 
 
-def test_a_disk_that_fails_is_a_line_of_the_log_and_ends_no_training(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_disk_that_fails_is_a_logs_line_and_ends_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tokens").touch()
     sink = writer(tmp_path / "tokens")
     assert Trainer(tiny(), CONFIG, AlgorithmConfig(), sink=sink).train(batch(0)).version == 1

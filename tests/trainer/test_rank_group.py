@@ -5,17 +5,23 @@ rank 1 there.
 - Where its machine does not see the run folder, checkpoints are written by rank 0, and gone on from, all the same.
 - A rank that is killed, or whose machine is cut off, ends the trainer with its name, and ends by itself.
 - A rank that does not come is named, after a deadline; so is one with a wrong key, or that nobody waits for.
-"""
+- A rank is let in with the key of its trainer, and with a certificate if the run has them; torch's store is reached at
+  the loopback interface, or with the key. The key is good for one trainer, and on no command line.
+- A network interface that is not there is named, with those that are."""
 
 import asyncio
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
+from torch import distributed
 
+from stretto.core.errors import HandshakeRefused, RecipeError
 from stretto.core.machine import interface_of
 from stretto.core.records import Batch
 from stretto.loop.config import DeadlinesConfig
@@ -46,12 +52,16 @@ from stretto.trainer.messages import (
 )
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
+from stretto_cluster.handshake import call
+from stretto_cluster.ranks.collectives import LOOPBACK, _no_way, join, open_store
 from stretto_cluster.ranks.messages import RANK_ROLE, RankSpec, environment_of
 from stretto_cluster.ranks.rank import _as_here
+from stretto_cluster.ranks.rank_group import RankGroup, RankIntroduction
+from tests.certificates import authority
 from tests.tiny_policy import TINY
 from tests.tolerances import after_adam, operations_of
 from tests.trainer.batches import batch
-from tests.trainer.two_machines import HUNG, SAMPLING, SETTINGS, Site, lost, refused, run, running
+from tests.trainer.two_machines import HUNG, SAMPLING, SETTINGS, Running, Site, lost, refused, run, running
 
 
 def weights_of_one_process(site: Site, steps: int) -> dict[str, Any]:
@@ -210,3 +220,70 @@ def test_a_rank_has_the_folders_and_gpus_of_its_own_machine(site: Site, monkeypa
     assert reference is not None
     assert (reference.path, reference.weight) == ("/there/reference", 0.5)
     assert _as_here(spec, RankSpec(rank=1, host="127.0.0.1", port=1, threads=1)) == spec
+
+
+@pytest.mark.long
+def test_with_certificates_a_rank_without_one_or_with_another_authoritys_is_not_let_in(site: Site) -> None:
+    authority(site.there / "theirs")
+
+    async def scenario(tls: str) -> str:
+        return await refused(site, lambda group: group.start_rank(tls=tls), tls=str(site.here / "tls"))
+
+    async def both() -> tuple[str, str]:
+        return await asyncio.gather(scenario(""), scenario(str(site.there / "theirs")))
+
+    without, with_another = run(both())
+    assert "does not speak our TLS" in without
+    assert "closed the connection in the handshake of TLS" in with_another
+    assert "does not accept our TLS" in site.log_of_rank()
+
+
+def test_the_store_of_torch_is_at_the_loopback_interface_and_no_way_to_it_without_the_key(site: Site) -> None:
+    """Which is on no command line."""
+    store = open_store(1)
+    socket.create_connection((LOOPBACK, store.port), timeout=5).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", store.port), timeout=5)
+
+    async def kept_out(group: Running, rank: int, key: str) -> str:
+        reader, writer = await asyncio.open_connection(group.awaited.host, group.awaited.port)
+        ours = msgspec.msgpack.encode(RankIntroduction(rank=rank, to_store=True))
+        with pytest.raises(HandshakeRefused) as told:
+            await call(reader, writer, key, ours, peer="rank 0", seconds=10)
+        writer.close()
+        return told.value.how
+
+    async def both() -> tuple[str, str]:
+        async with running(site) as group:
+            await group.start_rank()
+            await group.reply(Ready)
+            for process in (group.trainer, group.rank):
+                assert group.awaited.key not in Path(f"/proc/{process.pid}/cmdline").read_text()
+            return await kept_out(group, 1, "another"), await kept_out(group, 5, group.awaited.key)
+
+    assert run(both()) == ("refused: the key is wrong", "refused: there is no rank 5")
+
+
+def test_a_key_is_good_for_one_trainer(site: Site) -> None:
+    assert RankGroup(site.spec())._key != RankGroup(site.spec())._key
+
+
+NCCL = "NCCL error in: ProcessGroupNCCL.cpp: internal error. Last error: Bootstrap : no socket interface found"
+
+
+def test_a_rank_that_finds_no_interface_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    try:
+        with pytest.raises(RecipeError, match=r"GLOO_SOCKET_IFNAME: 'nosuch0' of rank 0 on .* one of .*lo"):
+            join(open_store(1), 0, 1, "cpu")
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def test_words_of_nccl_are_understood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "=eth7")
+    found = _no_way(NCCL, 3)
+    assert found is not None
+    assert str(found).startswith("NCCL_SOCKET_IFNAME: '=eth7' of rank 3 on ")
+    assert _no_way("NCCL error: unhandled cuda error", 3) is None

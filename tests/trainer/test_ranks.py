@@ -28,14 +28,14 @@ from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.store.series.tokens import TokenOutcome
 from stretto.trainer import checkpoint
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import RankLost, TrainerSpec
+from stretto.trainer.messages import RankLost
 from stretto.trainer.ranks import ALONE
 from stretto_cluster.ranks.filling import fill
 from stretto_cluster.ranks.rank_group import RankGroup
 from tests.tolerances import after_adam, assert_close
 from tests.trainer.conftest import FAMILIES
 from tests.trainer.rank_runs import LOSSES, PLAYED, SAMPLING, SCENARIOS, trainer_of
-from tests.trainer.tiny import BACKWARD, tiny
+from tests.trainer.tiny import BACKWARD, spec_of, tiny
 from tests.trainer.unloaded import FIRST, held_by, save
 
 RUNS = [(count, name) for count, names in PLAYED.items() for name in names]
@@ -64,8 +64,7 @@ def test_several_ranks_train_what_one_does(rank_runs: Path, count: int, scenario
 def test_all_ranks_measure_and_decide_alike(rank_runs: Path, count: int, scenario: str) -> None:
     first, *others = (seen(rank_runs, count, scenario, rank) for rank in range(count))
     for other in others:
-        assert other["metrics"] == first["metrics"]
-        assert other["skipped"] == first["skipped"]
+        assert (other["metrics"], other["skipped"]) == (first["metrics"], first["skipped"])
         assert all(torch.equal(other["weights"][name], p) for name, p in first["weights"].items())
 
 
@@ -73,8 +72,7 @@ def test_all_ranks_measure_and_decide_alike(rank_runs: Path, count: int, scenari
 def test_every_rank_has_what_became_of_all_tokens(rank_runs: Path, count: int, scenario: str) -> None:
     one = seen(rank_runs, 1, scenario)["tokens"]
     every = [seen(rank_runs, count, scenario, rank) for rank in range(count)]
-    steps = SCENARIOS[scenario].steps
-    tolerance = after_adam(steps * SCENARIOS[scenario].trainer.get("minibatches", 2), BACKWARD)
+    tolerance = after_adam(SCENARIOS[scenario].steps * SCENARIOS[scenario].trainer.get("minibatches", 2), BACKWARD)
     for several in every:
         assert [list(step) for step in several["tokens"]] == [list(step) for step in one]
         for ours, theirs in zip(several["tokens"], one, strict=True):
@@ -193,18 +191,8 @@ def test_a_checkpoint_without_one_ranks_part_is_refused(rank_runs: Path, tmp_pat
 
 
 def test_a_rank_that_cannot_be_watched_is_lost_and_rank_0_does_not_wait_for_it(tmp_path: Path) -> None:
-    config = TrainerConfig(ranks=2)
-    spec = TrainerSpec(
-        model="",
-        mailbox="",
-        mailbox_folder="",
-        trainer=config.model_dump_json(),
-        algorithm="{}",
-        sampling=SAMPLING,
-        threads=1,
-        log=str(tmp_path / "\0"),  # no process can have such a log
-    )
-    group = RankGroup(spec)
+    log = str(tmp_path / "\0")  # no process can have such a log
+    group = RankGroup(spec_of("", TrainerConfig(ranks=2), SAMPLING, log=log))
     group._ending = True  # else the watch ends this process
     asyncio.run(group._watch(0, lambda loss: None))
     lost = group.explain(RuntimeError("a collective failed"))

@@ -68,14 +68,9 @@ def turn(*tokens: int, parent: int | None = None, reward: float | None = None) -
 
 
 BRANCHES = (
-    turn(4, 9),
-    Segment.of((7,)),
-    turn(8),
-    Segment.of((3,), parent=0, cause="history_rewritten"),
-    turn(2, 6),
-    Segment.of((11,), parent=NOTHING, cause="subagent"),
-    turn(1),
-)
+    turn(4, 9), Segment.of((7,)), turn(8), Segment.of((3,), parent=0, cause="history_rewritten"), turn(2, 6),
+    Segment.of((11,), parent=NOTHING, cause="subagent"), turn(1),
+)  # fmt: skip
 
 
 def batch(*members: Sequence[Segment], rewards: Sequence[float] = (1.0,), oldest_trainable: int = 0) -> Batch:
@@ -93,12 +88,10 @@ def answer(versions: tuple[int, ...] = (5, 6, 7)) -> tuple[Segment]:
 
 
 def test_the_example_of_the_docstring() -> None:
-    given = batch(answer(), answer(), rewards=(1.0, 0.0), oldest_trainable=6)
-    samples = samples_of(given, GROUP_MEAN, LONGEST)
+    samples = samples_of(batch(answer(), answer(), rewards=(1.0, 0.0), oldest_trainable=6), GROUP_MEAN, LONGEST)
     expected = Sample("g/0", (5, 12, 4, 4, 2), 2, (3, 4), (-0.7, -0.02), (1, 0), (0.5, 0.5))
     assert samples.samples == (expected, replace(expected, id="g/1", advantages=(-0.5, -0.5)))
-    assert samples.masked_tokens == 2
-    assert samples.reward_mean == 0.5
+    assert (samples.masked_tokens, samples.reward_mean) == (2, 0.5)
 
 
 def test_each_group_has_its_own_oldest_version() -> None:
@@ -244,9 +237,7 @@ def forests(draw: st.DrawFn) -> list[Segment]:
 
 
 @given(forests(), st.integers(4, 7))
-def test_every_sampled_token_is_trained_once_behind_what_it_was_sampled_behind(
-    segments: list[Segment], oldest: int
-) -> None:
+def test_each_sampled_token_is_trained_once_behind_what_it_was_behind(segments: list[Segment], oldest: int) -> None:
     told = batch(segments, oldest_trainable=oldest)
     sampled = samples_of(told, AlgorithmConfig(advantages=ESTIMATORS("reward")), LONGEST)
     trained = Counter(sample.token_ids[place] for sample in sampled.samples for place in sample.loss_positions)
@@ -289,9 +280,7 @@ def test_a_linear_trajectory_makes_the_sample_that_it_always_made(shape: list[tu
 
 def credited(*members: Sequence[Segment], rewards: Sequence[float], **advantages: object) -> list[tuple[float, ...]]:
     config = AlgorithmConfig.model_validate({"advantages": {"credit": "turn", **advantages}})
-    return [
-        tuple(sample.advantages) for sample in samples_of(batch(*members, rewards=rewards), config, LONGEST).samples
-    ]
+    return [tuple(one.advantages) for one in samples_of(batch(*members, rewards=rewards), config, LONGEST).samples]
 
 
 GIVEN = Segment.of((9,))

@@ -51,61 +51,41 @@ BY_HAND: list[tuple[Surrogate, Tensor, LossTokens, list[float], list[float], lis
     # u = 1.25 and 2, A = 1 and -3: min(1.25, 1.2) is clipped, min(-6, -3.6) is not; d(u A) / d log policy = u A
     (PPO, logs(0.5, 0.2), tokens([1, -3], logs(0.4, 0.1)), [1.2, -6.0], [0.0, -6.0], [1.25, 2.0], [True, False]),
     # two bounds: u = 1.8 is clipped to 1.5; u = 0.6 to 0.9: min(-0.6, -0.9)
-    (
-        *(partial(decoupled_ppo.ppo, clip_low=0.1, clip_high=0.5), logs(0.9, 0.3), tokens([1, -1], logs(0.5, 0.5))),
-        *([1.5, -0.9], [0.0, 0.0], [1.8, 0.6], [True, True]),
-    ),
+    (partial(decoupled_ppo.ppo, clip_low=0.1, clip_high=0.5), logs(0.9, 0.3), tokens([1, -1], logs(0.5, 0.5)),
+     [1.5, -0.9], [0.0, 0.0], [1.8, 0.6], [True, True]),
     # A = -2: u = 4 gives -8, below 3 * -2; u = 2.5 gives -5, above it; A = 2, u = 4 is clipped to 1.2 as ever
-    (
-        *(ALL["dual_clip"], logs(0.8, 0.5, 0.8), tokens([-2, -2, 2], logs(0.2, 0.2, 0.2))),
-        *([-6.0, -5.0, 2.4], [0.0, -5.0, 0.0], [4.0, 2.5, 4.0], [True, False, True]),
-    ),
+    (ALL["dual_clip"], logs(0.8, 0.5, 0.8), tokens([-2, -2, 2], logs(0.2, 0.2, 0.2)),
+     [-6.0, -5.0, 2.4], [0.0, -5.0, 0.0], [4.0, 2.5, 4.0], [True, False, True]),
     # answer 1: u = 4 and 1, geometric mean 2, A = 1 clipped to 1.2; answer 2: u = 0.5, A = -1: min(-0.5, -0.8)
-    (
-        *(ALL["gspo"], logs(0.8, 0.5, 0.2), tokens([1, 1, -1], logs(0.2, 0.5, 0.4), lengths=[2, 1])),
-        *([1.2, 1.2, -0.8], [0.0] * 3, [2.0, 2.0, 0.5], [True] * 3),
-    ),
+    (ALL["gspo"], logs(0.8, 0.5, 0.2), tokens([1, 1, -1], logs(0.2, 0.5, 0.4), lengths=[2, 1]),
+     [1.2, 1.2, -0.8], [0.0] * 3, [2.0, 2.0, 0.5], [True] * 3),
     # inside the trust region: s = sqrt(1.1 * 1), and both tokens get s A / 2, twice (once for each place it stands)
-    (
-        *(ALL["gspo"], logs(0.44, 0.5), tokens([2, 2], logs(0.4, 0.5))),
-        *([2 * MEAN] * 2, [2 * MEAN] * 2, [MEAN] * 2, [False] * 2),
-    ),
+    (ALL["gspo"], logs(0.44, 0.5), tokens([2, 2], logs(0.4, 0.5)),
+     [2 * MEAN] * 2, [2 * MEAN] * 2, [MEAN] * 2, [False] * 2),
     # equation 13 on the anchor: s = 1, each token gets its own A, also if they cancel in the answer's mean
     (ALL["gspo"], logs(0.4, 0.5), tokens([1, -1], logs(0.4, 0.5)), [1.0, -1.0], [1.0, -1.0], [1.0] * 2, [False] * 2),
     # s = sqrt(4 * 1) = 2: A = 1 is clipped at 1.2, A = -1 is not
     (ALL["gspo"], logs(0.8, 0.5), tokens([1, -1], logs(0.2, 0.5)), [1.2, -2.0], [0.0, -2.0], [2.0] * 2, [True, False]),
     # u = 2 and 8, the second clipped to 5, and still there; A = -1 and 2
-    (
-        *(ALL["cispo"], logs(0.4, 0.8), tokens([-1, 2], logs(0.2, 0.1))),
-        *([-2 * math.log(0.4), 10 * math.log(0.8)], [-2.0, 10.0], [2.0, 8.0], [False, True]),
-    ),
+    (ALL["cispo"], logs(0.4, 0.8), tokens([-1, 2], logs(0.2, 0.1)),
+     [-2 * math.log(0.4), 10 * math.log(0.8)], [-2.0, 10.0], [2.0, 8.0], [False, True]),
     # u = 2, A = 1, tau = 2: 2 sigmoid(2); u = 1, A = -3, tau = 4: sigmoid(0) * 4 / 4 * -3; df/du = 4 sigmoid (1 - it)
-    (
-        *(partial(surrogates.sapo, positive=2.0, negative=4.0), logs(0.4, 0.5), tokens([1, -3], logs(0.2, 0.5))),
-        *([2 * SIGMOID, -1.5], [2 * 4 * SIGMOID * (1 - SIGMOID), -3.0], [2.0, 1.0], [False] * 2),
-    ),
+    (partial(surrogates.sapo, positive=2.0, negative=4.0), logs(0.4, 0.5), tokens([1, -3], logs(0.2, 0.5)),
+     [2 * SIGMOID, -1.5], [2 * 4 * SIGMOID * (1 - SIGMOID), -3.0], [2.0, 1.0], [False] * 2),
     # answers of two tokens: u = 2 * 0.1 = 0.2 and A = -1: taper 0.2; u = 2 * 3 = 6 and A = -1: taper 1; A = 1: taper 1
-    (
-        *(surrogates.topr, logs(0.4, 0.05, 0.4, 0.9, 0.4, 0.05)),
-        tokens([-1] * 4 + [1] * 2, logs(0.2, 0.5, 0.2, 0.3, 0.2, 0.5), lengths=[2, 2, 2]),
-        [a * math.log(p) for a, p in zip((-0.2, -0.2, -1, -1, 1, 1), (0.4, 0.05, 0.4, 0.9, 0.4, 0.05), strict=True)],
-        *([-0.2, -0.2, -1.0, -1.0, 1.0, 1.0], None, [False, False, True, True, False, False]),
-    ),
+    (surrogates.topr, logs(0.4, 0.05, 0.4, 0.9, 0.4, 0.05),
+     tokens([-1] * 4 + [1] * 2, logs(0.2, 0.5, 0.2, 0.3, 0.2, 0.5), lengths=[2, 2, 2]),
+     [a * math.log(p) for a, p in zip((-0.2, -0.2, -1, -1, 1, 1), (0.4, 0.05, 0.4, 0.9, 0.4, 0.05), strict=True)],
+     [-0.2, -0.2, -1.0, -1.0, 1.0, 1.0], None, [False, False, True, True, False, False]),
     # log u = log 2 and log 1/4, beta = 0.5: the second token is pulled back to the anchor although A = 0
-    (
-        *(partial(surrogates.dro, beta=0.5), logs(0.4, 0.1), tokens([1, 0], logs(0.2, 0.4))),
-        *([math.log(0.4) - 0.25 * TWO**2, -0.25 * QUARTER**2], [1 - 0.5 * TWO, -0.5 * QUARTER], [2.0, 0.25], None),
-    ),
+    (partial(surrogates.dro, beta=0.5), logs(0.4, 0.1), tokens([1, 0], logs(0.2, 0.4)),
+     [math.log(0.4) - 0.25 * TWO**2, -0.25 * QUARTER**2], [1 - 0.5 * TWO, -0.5 * QUARTER], [2.0, 0.25], None),
     # the first is left out
-    (
-        *(surrogates.m2po, logs(0.5, 0.2), tokens([1, -3], logs(0.4, 0.1), kept=[False, True])),
-        *([0.0, -6.0], [0.0, -6.0], None, [True, False]),
-    ),
-    (
-        *(surrogates.policy_gradient, logs(0.5, 0.2), tokens([2, -1], logs(0.1, 0.1))),
-        *([2 * math.log(0.5), -math.log(0.2)], [2.0, -1.0], [5.0, 2.0], None),
-    ),
-]
+    (surrogates.m2po, logs(0.5, 0.2), tokens([1, -3], logs(0.4, 0.1), kept=[False, True]),
+     [0.0, -6.0], [0.0, -6.0], None, [True, False]),
+    (surrogates.policy_gradient, logs(0.5, 0.2), tokens([2, -1], logs(0.1, 0.1)),
+     [2 * math.log(0.5), -math.log(0.2)], [2.0, -1.0], [5.0, 2.0], None),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("surrogate", "policy", "given", "objective", "slope", "ratio", "bounded"), BY_HAND)
@@ -234,8 +214,7 @@ def test_what_stays_keeps_the_threshold_and_one_more_would_not(rows: list[tuple[
         assert float(stay.mean()) <= most + rounding()
     if len(leave):
         assert stay.max().item() < leave.min().item() if len(stay) else True
-        together = torch.cat([stay, leave[leave == leave.min()]])
-        assert float(together.mean()) > most - rounding()
+        assert float(torch.cat([stay, leave[leave == leave.min()]]).mean()) > most - rounding()
 
 
 @given(CHOICES, st.integers(0, 9))

@@ -29,7 +29,6 @@ from stretto.trainer.messages import (
     Train,
     TrainerSpec,
 )
-from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.weights.folder import remove
 from stretto_cluster.ranks.messages import RANK_ROLE, RankSpec, environment_of
 from tests.certificates import authority
@@ -38,6 +37,7 @@ from tests.tiny_policy import TINY
 from tests.tolerances import EPS, RATE
 from tests.trainer.batches import LONGEST
 from tests.trainer.other_machine import OtherMachine, other_machine
+from tests.trainer.tiny import spec_of
 
 TRAINER_ROLE = "stretto.trainer.roles.trainer"
 SAMPLING = Sampling(max_tokens=LONGEST)
@@ -63,19 +63,9 @@ class Site:
 
     def spec(self, **changes: Any) -> TrainerSpec:
         self.mailboxes.append(uuid4().hex)
-        spec = TrainerSpec(
-            model=str(self.here / "model"),
-            mailbox=self.mailboxes[-1],
-            mailbox_folder=str(self.here),
-            trainer=CONFIG.model_dump_json(),
-            algorithm=AlgorithmConfig().model_dump_json(),
-            sampling=SAMPLING,
-            threads=1,
-            log=str(self.here / "trainer.txt"),
-            hung=HUNG,
-            rank_host=self.far.address,
-        )
-        return msgspec.structs.replace(spec, **changes)
+        own: dict[str, Any] = {"mailbox": self.mailboxes[-1], "mailbox_folder": str(self.here), "hung": HUNG}
+        own |= {"log": str(self.here / "trainer.txt"), "rank_host": self.far.address}
+        return msgspec.structs.replace(spec_of(self.here / "model", CONFIG, SAMPLING), **own | changes)
 
     def log_of_rank(self) -> str:
         return (self.there / "rank.txt").read_text()

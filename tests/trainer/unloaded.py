@@ -12,12 +12,13 @@ from stretto.model.hf.layers import decoder_layers
 from stretto.model.hf.skeleton import skeleton
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig
-from stretto.trainer.messages import SavePolicy, TrainerSpec
+from stretto.trainer.messages import SavePolicy
 from stretto.trainer.optimizer import UNCHANGED, Policy
 from stretto.trainer.ranks import Ranks, own
 from stretto.trainer.roles.trainer import TrainerRole
 from stretto_cluster.ranks.rank import GatheringPublisher
 from tests.trainer.batches import LONGEST
+from tests.trainer.tiny import spec_of
 
 SAVED = {"lora": {"rank": 2}, "save_dtype": "bfloat16"}
 FIRST = "qwen3"
@@ -41,15 +42,8 @@ def filled(folder: Path, ranks: Ranks) -> Mapping[str, torch.Tensor]:
 
 def save(folder: Path, ranks: Ranks, saved: Path) -> None:
     """Load a policy with adapters as the trainer's process does, and save it."""
-    spec = TrainerSpec(
-        model=str(folder),
-        mailbox="",
-        mailbox_folder="",
-        trainer=TrainerConfig.model_validate({"ranks": ranks.count, "minibatches": 1, **SAVED}).model_dump_json(),
-        algorithm="{}",
-        sampling=Sampling(max_tokens=LONGEST),
-        threads=1,
-    )
+    config = TrainerConfig.model_validate({"ranks": ranks.count, "minibatches": 1, **SAVED})
+    spec = spec_of(folder, config, Sampling(max_tokens=LONGEST))
     TrainerRole(spec, GatheringPublisher(), ranks, lambda told: None).carry_out(SavePolicy(folder=str(saved)))
 
 

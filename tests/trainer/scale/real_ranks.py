@@ -26,22 +26,14 @@ from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.optimizer import UNCHANGED, Learner
 from stretto.trainer.ranks import ALONE, Ranks
 from stretto_cluster.ranks.collectives import join, reach_store
+from tests.tiny_policy import sized
 from tests.trainer.several_ranks import fork_ranks
 from tests.trainer.unloaded import resident
 
 
 def shape_of(vocabulary: int, width: int, layers: int, inner: int) -> Qwen3Config:
-    return Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=6,
-        num_key_value_heads=3,
-        head_dim=64,
-        intermediate_size=inner,
-        max_position_embeddings=256,
-        tie_word_embeddings=False,
-    )
+    shape = sized(vocabulary, width, inner, layers, heads=(6, 3), head=64, max_position_embeddings=256)
+    return Qwen3Config(**shape, tie_word_embeddings=False)
 
 
 SHAPE = shape_of(16_384, 384, 6, 1024)  # 22M parameters

@@ -38,9 +38,7 @@ def losses(folder: Path) -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 4, 8])
-def test_real_ranks_have_the_losses_of_one_and_the_memory_of_the_count(
-    folder: Path, losses: list[float], count: int
-) -> None:
+def test_real_ranks_have_the_losses_of_one_and_counted_memory(folder: Path, losses: list[float], count: int) -> None:
     counted = step_bytes(SHAPE, {**SETTINGS, "ranks": count}, TOKENS, micro_batches=SEQUENCES // count, gpu=False)
     for seen in played(folder, count):
         assert seen["losses"] == pytest.approx(losses, rel=1e-5, abs=1e-5)

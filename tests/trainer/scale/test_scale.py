@@ -22,6 +22,7 @@ from stretto.model.hf.shape import ModelShape, shape_of_model
 from stretto.model.hf.skeleton import outlined
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.memory import RankMemory, rank_memory, step_traffic
+from tests.tiny_policy import sized
 from tests.trainer.scale.counting import Counted, step_bytes
 
 TOKENS = 32_768
@@ -41,17 +42,8 @@ SAVING: dict[str, Any] = {"activation_checkpointing": True}
 
 def config_of(name: str, layers: int) -> Qwen3Config:
     width, inner, heads, kv_heads, tied = SHAPES[name]
-    return Qwen3Config(
-        vocab_size=151_936,
-        hidden_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=128,
-        intermediate_size=inner,
-        tie_word_embeddings=tied,
-        max_position_embeddings=40_960,
-    )
+    shape = sized(151_936, width, inner, layers, (heads, kv_heads), head=128, max_position_embeddings=40_960)
+    return Qwen3Config(**shape, tie_word_embeddings=tied)
 
 
 def shape_of(config: Qwen3Config) -> ModelShape:
@@ -91,8 +83,7 @@ def holds(name: str, layers: int, ranks: int, more: dict[str, Any], parts: dict[
 
 
 def traffic_holds(found: Counted, shape: ModelShape, settings: dict[str, Any], micro_batches: int = 1) -> None:
-    config = TrainerConfig.model_validate(settings)
-    for kind, size in step_traffic(shape, config, TOKENS, micro_batches).items():
+    for kind, size in step_traffic(shape, TrainerConfig.model_validate(settings), TOKENS, micro_batches).items():
         assert found.collectives.bytes(AXES[kind], kind) == pytest.approx(size, rel=0.01, abs=TOKENS * 4), kind
 
 
