@@ -98,14 +98,15 @@ def test_scores_far_apart_do_not_overflow() -> None:
         assert_close(read.attend(query, keys, values, Rule(scaling=1.0)), torch.tensor([[[2.0]]]))
 
 
+@pytest.mark.parametrize("width", [16, 20, 64])
 @pytest.mark.parametrize("window", [None, 5])
-def test_bfloat16_is_read_as_the_numbers_it_stands_for(window: int | None) -> None:
-    halves = [x.bfloat16() for x in drawn(4, rows=4, heads=4, kv_heads=2, width=16)]
+def test_bfloat16_is_read_as_the_numbers_it_stands_for(window: int | None, width: int) -> None:
+    halves = [x.bfloat16() for x in drawn(4, rows=4, heads=6, kv_heads=2, width=width)]
     newest, rule = np.array([0, 7, 30, SLOT - 1]), Rule(window=window)
     query, keys, values = halves
     expected = Ragged(newest + 1).attend(query.float(), keys.float(), values.float(), rule)
     taken = Ragged(newest + 1).attend(query, keys, values, rule)
-    assert torch.equal(taken, expected.bfloat16())
+    assert ((taken.float() - expected).abs() <= expected.abs() / 256 + 1e-5).all()  # rounded once
 
 
 def test_the_processor_reads_both_kinds_of_numbers_ragged() -> None:

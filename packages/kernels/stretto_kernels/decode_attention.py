@@ -1,9 +1,14 @@
 """Decode attention on the CPU: rows of any length in one call, each read to its own end.
 
 A step has one query per row and head. Dense kernels pad the rows of a bucket to the longest, and their overhead per row
-and head exceeds the arithmetic. This loop reads the KV cache only once, the least that is possible: a block of tokens
-is used for all query heads of its key head while it is in the core's cache. It also appends the newest entry of each
-row. KV entries are float32 or bfloat16, sums float32.
+and head exceeds the arithmetic. This loop reads the KV cache only once, the least that is possible, and fetches it
+ahead: values while their keys are multiplied, the keys of the next key head while values are mixed::
+
+    scores    one query · LANES keys         LANES vectors of sums; then the sum of each, as one vector
+    mix       one or two heads' weights · values       sums of all numbers of a head stay in registers
+
+It also appends the newest entry of each row. KV entries are float32 or bfloat16, sums float32. A vector of bfloat16
+entries is multiplied in pairs, or read as two vectors of float32 (`panels.weights_at`): the even numbers, then the odd.
 
 Axes: R row, S slot, H query heads, K key/value heads, G query heads of a key head, L tokens of a slot, D width of a
 head.
@@ -11,6 +16,7 @@ head.
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,37 +24,107 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from stretto_kernels.compiled import F, U, compiled, exp, floats, halved, halves, inlined, tanh, widened
+from stretto_kernels.compiled import F, U, code, compiled, exp, floats, halved, halves, inlined, tanh, widened, written
+from stretto_kernels.panels import (
+    FLOAT,
+    KINDS,
+    LANES,
+    PAIRED,
+    WIDENED,
+    add_products,
+    added,
+    fetch,
+    number,
+    read_vectors,
+    rows_at,
+    split,
+    write_sums,
+)
 from stretto_kernels.rule import Rule
 
 #: Values that stand for no window and for no soft cap.
 NO_WINDOW = np.iinfo(np.int64).max
 NO_CAP = 0.0
+#: Kind of arithmetic for bfloat16 entries on this CPU.
+NARROW = PAIRED if PAIRED in KINDS else WIDENED
 
-_BLOCK = U(32)  # tokens; their keys take 8 KiB at a width of 64
+_BLOCK = 32  # tokens; their values take 8 KiB at a width of 64
+_VECTOR = 4 * LANES  # bytes
 
 
-@inlined
-def _score(query_D: Any, keys: Any, at: Any, scores: Any) -> None:
-    """Fill `scores` with the products of a query and the keys from index `at` on, one key per score, four at a time."""
-    width, count = U(len(query_D)), U(len(scores))
-    blocks = count // U(4) * U(4)
-    for p in range(U(0), blocks, U(4)):
-        s0, s1, s2, s3 = F(0.0), F(0.0), F(0.0), F(0.0)
-        k0 = at + p * width
-        k1, k2, k3 = k0 + width, k0 + U(2) * width, k0 + U(3) * width
-        for d in range(width):
-            q = query_D[d]
-            s0 += q * keys[k0 + d]
-            s1 += q * keys[k1 + d]
-            s2 += q * keys[k2 + d]
-            s3 += q * keys[k3 + d]
-        scores[p], scores[p + U(1)], scores[p + U(2)], scores[p + U(3)] = s0, s1, s2, s3
-    for p in range(blocks, count):
-        s0 = F(0.0)
-        for d in range(width):
-            s0 += query_D[d] * keys[at + p * width + d]
-        scores[p] = s0
+def _sums_of_each(builder: Any, vectors: list[Any]) -> Any:
+    """Generate the sums of the numbers of each of LANES vectors, as one vector."""
+    ir = code.ir
+    near = [lane + at for lane in range(0, LANES, 4) for at in (0, 2, LANES, LANES + 2)]
+    far = [start + 4 * four + at for start in (0, LANES) for four in range(0, LANES // 4, 2) for at in range(4)]
+    for places, step in ((near, 1), (near, 1), (far, 4), (far, 4))[: LANES.bit_length() - 1]:
+        masks = [ir.Constant(ir.VectorType(ir.IntType(32), LANES), [at + by for at in places]) for by in (0, step)]
+        pairs = zip(vectors[::2], vectors[1::2], strict=True)
+        vectors = [builder.fadd(*(builder.shuffle_vector(*pair, mask) for mask in masks)) for pair in pairs]
+    return vectors[0]
+
+
+def _vectors_at(builder: Any, address: Any, kind: int, count: int, paired: bool) -> list[Any]:
+    """Load `count` vectors of memory: as they are for float32, or if `paired`; else as twice as many of float32."""
+    ir = code.ir
+    held = ir.VectorType(ir.FloatType() if kind == FLOAT else ir.IntType(32), LANES)
+    vectors = read_vectors(builder, address, held, count)
+    return vectors if kind == FLOAT or paired else [part for one in vectors for part in split(builder, one)]
+
+
+def _write_scores(builder: Any, wanted: Any, *places: Any) -> None:
+    """Generate the products of a query and LANES keys, by the kind `wanted`."""
+    query, keys, gap, vectors, out, ahead = places
+    floating = code.ir.VectorType(code.ir.FloatType(), LANES)
+    for kind in KINDS:
+        with builder.if_then(builder.icmp_signed("==", wanted, number(kind))):
+            sums = [code.alloca_once_value(builder, code.ir.Constant(floating, [0.0] * LANES)) for _ in range(LANES)]
+            rows, fetched = (rows_at(builder, start, gap, LANES) for start in (keys, ahead))
+            with code.for_range(builder, vectors) as loop:
+                at = builder.mul(loop.index, number(_VECTOR))
+                where = builder.add(query, builder.mul(at, number(2 if kind == WIDENED else 1)))
+                asked = _vectors_at(builder, where, FLOAT, 2, True) if kind == WIDENED else None
+                asked = asked or _vectors_at(builder, where, kind, 1, True)
+                for row, held, next_row in zip(rows, sums, fetched, strict=True):
+                    key = _vectors_at(builder, builder.add(row, at), kind, 1, kind == PAIRED)
+                    for one, other in zip(asked, key, strict=True):
+                        builder.store(added(builder, builder.load(held), one, other), held)
+                    fetch(builder, builder.add(next_row, at))
+            total = _sums_of_each(builder, [builder.load(held) for held in sums])
+            builder.store(total, builder.inttoptr(out, total.type.as_pointer()), align=4)
+
+
+def _write_mix(builder: Any, wanted: Any, heads: Any, vectors: Any, *places: Any) -> None:
+    """Generate the sums of weighted values, by kind, number of heads, and number of vectors of memory."""
+    values, gap, count, weights, stride, totals, total_stride, ahead = places
+    floating = code.ir.VectorType(code.ir.FloatType(), LANES)
+    for half, own, most in product((0, 1), (1, 2), (1, 2, 4)):
+        if half and most == 4:
+            continue
+        same = [builder.icmp_signed("==", one, number(other)) for one, other in ((heads, own), (vectors, most))]
+        kinds = builder.icmp_signed("!=" if half else "==", wanted, number(FLOAT))
+        with builder.if_then(builder.and_(builder.and_(*same), kinds)):
+            outs, rows = rows_at(builder, totals, total_stride, own), rows_at(builder, weights, stride, own)
+            starts = [read_vectors(builder, out, floating, most * (half + 1)) for out in outs]
+            sums = [[code.alloca_once_value(builder, one) for one in start] for start in starts]
+            with code.for_range(builder, count) as loop:
+                at = builder.mul(loop.index, gap)
+                value = _vectors_at(builder, builder.add(values, at), WIDENED if half else FLOAT, most, False)
+                add_products(builder, rows, loop.index, value, sums, FLOAT)
+                for part in range(most):
+                    fetch(builder, builder.add(builder.add(ahead, at), number(part * _VECTOR)))
+            write_sums(builder, sums, outs, half=False)
+
+
+#: In a loop, ``_scores((kind, query, keys, gap, vectors, out, ahead))`` writes the products of a query and LANES keys,
+#: `gap` bytes apart, to `out`. Each has `vectors` vectors of memory; those of a query are float32 for WIDENED, the even
+#: numbers of a vector before the odd. `ahead`: address of LANES entries to fetch.
+_scores: Any = written(_write_scores, 7)
+
+#: In a loop, ``_mix((kind, heads, vectors, values, gap, count, weights, stride, totals, total_stride, ahead))`` adds
+#: `count` values, `gap` bytes apart, times the weights of each of 1 or 2 heads, `stride` bytes apart, to the heads'
+#: totals, `total_stride` bytes apart. Of a value it takes `vectors` vectors of memory: 1, 2 or, of float32, 4.
+_mix: Any = written(_write_mix, 11)
 
 
 @inlined
@@ -69,116 +145,103 @@ def _weigh(scores: Any, scaling: Any, softcap: Any) -> None:
 
 
 @inlined
-def _mix(values: Any, at: Any, weights: Any, total_D: Any) -> None:
-    """Add to `total_D` the values from index `at` on, times their weights, eight at a time."""
-    width, count = U(len(total_D)), U(len(weights))
-    blocks = count // U(8) * U(8)
-    for p in range(U(0), blocks, U(8)):
-        w0, w1, w2, w3 = weights[p], weights[p + U(1)], weights[p + U(2)], weights[p + U(3)]
-        w4, w5, w6, w7 = weights[p + U(4)], weights[p + U(5)], weights[p + U(6)], weights[p + U(7)]
-        v0 = at + p * width
-        v1, v2, v3 = v0 + width, v0 + U(2) * width, v0 + U(3) * width
-        v4, v5, v6, v7 = v0 + U(4) * width, v0 + U(5) * width, v0 + U(6) * width, v0 + U(7) * width
-        for d in range(width):
-            early = w0 * values[v0 + d] + w1 * values[v1 + d] + w2 * values[v2 + d] + w3 * values[v3 + d]
-            late = w4 * values[v4 + d] + w5 * values[v5 + d] + w6 * values[v6 + d] + w7 * values[v7 + d]
-            total_D[d] += early + late
-    for p in range(blocks, count):
-        for d in range(width):
-            total_D[d] += weights[p] * values[at + p * width + d]
+def _copy(source: Any, width: Any, target: Any, wide: Any, count: Any, size: Any) -> None:
+    """Copy `count` rows of `width` numbers of `size` bytes to rows of `wide` numbers. Both are given by address."""
+    step, to_step = width * size // 2, wide * size // 2
+    numbers, outs = halves(source, count * step), halves(target, count * to_step)
+    for row in range(U(count)):
+        for n in range(U(step)):
+            outs[row * U(to_step) + n] = numbers[row * U(step) + n]
 
 
 @inlined
-def _copy(source: Any, at: Any, count: Any, target: Any, to: Any) -> None:
-    for n in range(count):
-        target[to + n] = source[at + n]
+def _split_place(n: Any) -> Any:
+    """Place of number `n` of a head where each vector of bfloat16 is two of float32."""
+    return n // U(2 * LANES) * U(2 * LANES) + n % U(2) * U(LANES) + n % U(2 * LANES) // U(2)
+
+
+@inlined
+def _ask(query: Any, width: Any, target: Any, wide: Any, kind: Any) -> None:
+    """Copy a query for `_scores`. Both are given by address."""
+    if kind == WIDENED:
+        numbers, outs = halves(query, width), floats(target, wide)
+        for n in range(U(width)):
+            outs[_split_place(n)] = widened(numbers[n])
+    else:
+        _copy(query, width, target, wide, 1, 4 if kind == FLOAT else 2)
+
+
+@inlined
+def _answer(totals: Any, wide: Any, out: Any, width: Any, kind: Any) -> None:
+    """Write the numbers of a head. Both are given by address."""
+    numbers, outs, narrow = floats(totals, wide), floats(out, width), halves(out, width)
+    for n in range(U(width)):
+        if kind == FLOAT:
+            outs[n] = numbers[n]
+        else:
+            narrow[n] = halved(numbers[_split_place(n)])
 
 
 @compiled
 def _attend(
-    query: Any, new: Any, cache: Any, out: Any, ends: Any, shape: Any, window: Any, scaling: Any, softcap: Any
-) -> None:
-    """Row r attends to the positions ends[r] - window <= p < ends[r] of slot r, for float32. `new` and `cache` are
-    (address of keys, address of values); if the address of new keys is 0, no entries are appended. `shape`: (rows,
-    query heads, key heads, slot length, slots, head width)."""
-    rows, heads, kv_heads, length, slots = shape[0], shape[1], shape[2], U(shape[3]), shape[4]
-    width = U(shape[5])
-    group, new_count = heads // kv_heads, rows * kv_heads * width
-    asked, outs = floats(query, rows * heads * width), floats(out, rows * heads * width)
-    new_keys, new_values = floats(new[0], new_count), floats(new[1], new_count)
-    size = slots * kv_heads * length * width
-    keys, values = floats(cache[0], size), floats(cache[1], size)
-    weights, total_D = np.empty((group, length), np.float32), np.empty(width, np.float32)
-    for row in range(U(rows)):
-        first, end = U(max(ends[row] - window, 0)), U(ends[row])
-        for kv_head in range(U(kv_heads)):
-            place = row * U(kv_heads) + kv_head
-            slot = place * length * width
-            if new[0] != 0:
-                newest = slot + (end - U(1)) * width
-                _copy(new_keys, place * width, width, keys, newest)
-                _copy(new_values, place * width, width, values, newest)
-            for block in range(first, end, _BLOCK):
-                stop = min(block + _BLOCK, end)
-                for g in range(U(group)):
-                    query_D = asked[(place * U(group) + g) * width : (place * U(group) + g + U(1)) * width]
-                    _score(query_D, keys, slot + block * width, weights[g, block:stop])
-            for g in range(U(group)):
-                _weigh(weights[g, first:end], scaling, softcap)
-                total_D[:] = F(0.0)
-                _mix(values, slot + first * width, weights[g, first:end], total_D)
-                _copy(total_D, U(0), width, outs, (place * U(group) + g) * width)
+    query: Any, new: Any, cache: Any, out: Any, ends: Any, shape: Any, window: Any, scaling: Any, softcap: Any,
+    kind: Any,
+) -> None:  # fmt: skip
+    """Row r attends to the positions ends[r] - window <= p < ends[r] of slot r. `new` and `cache` are (address of keys,
+    address of values); if the address of new keys is 0, no entries are appended. `shape`: (rows, query heads, key
+    heads, slot length, head width). `kind`: FLOAT, or NARROW for bfloat16.
 
-
-@compiled
-def _attend_halves(
-    query: Any, new: Any, cache: Any, out: Any, ends: Any, shape: Any, window: Any, scaling: Any, softcap: Any
-) -> None:
-    """Same as `_attend`, for bfloat16: a block of entries is converted to float32 once for all query heads of its key
-    head."""
-    rows, heads, kv_heads, length, slots = shape[0], shape[1], shape[2], U(shape[3]), shape[4]
-    width = U(shape[5])
-    group, new_count = heads // kv_heads, rows * kv_heads * width
-    asked, outs = halves(query, rows * heads * width), halves(out, rows * heads * width)
-    new_keys, new_values = halves(new[0], new_count), halves(new[1], new_count)
-    size = slots * kv_heads * length * width
-    keys, values = halves(cache[0], size), halves(cache[1], size)
-    weights, wide = np.empty((group, length), np.float32), np.empty(_BLOCK * width, np.uint32)
-    queries, totals = np.empty((group, width), np.float32), np.empty((group, width), np.float32)
-    floating = wide.view(np.float32)
-    for row in range(U(rows)):
-        first, end = U(max(ends[row] - window, 0)), U(ends[row])
-        for kv_head in range(U(kv_heads)):
-            place = row * U(kv_heads) + kv_head
-            slot, own = place * length * width, place * U(group) * width
-            if new[0] != 0:
-                newest = slot + (end - U(1)) * width
-                _copy(new_keys, place * width, width, keys, newest)
-                _copy(new_values, place * width, width, values, newest)
-            for g in range(U(group)):
-                for d in range(width):
-                    queries[g, d], totals[g, d] = widened(asked[own + g * width + d]), F(0.0)
-            for block in range(first, end, _BLOCK):
-                stop = min(block + _BLOCK, end)
-                _widen(keys, slot + block * width, (stop - block) * width, wide)
-                for g in range(U(group)):
-                    _score(queries[g], floating, U(0), weights[g, block:stop])
-            for g in range(U(group)):
-                _weigh(weights[g, first:end], scaling, softcap)
-            for block in range(first, end, _BLOCK):
-                stop = min(block + _BLOCK, end)
-                _widen(values, slot + block * width, (stop - block) * width, wide)
-                for g in range(U(group)):
-                    _mix(floating, U(0), weights[g, block:stop], totals[g])
-            for g in range(U(group)):
-                for d in range(width):
-                    outs[own + g * width + d] = halved(totals[g, d])
-
-
-@inlined
-def _widen(numbers: Any, at: Any, count: Any, wide: Any) -> None:
-    for n in range(count):
-        wide[n] = np.uint32(np.uint32(numbers[at + n]) << np.uint32(16))
+    Entries are read in place. Where they do not fill vectors, or a slot is shorter than LANES, blocks of them are
+    copied to `spare`, with zeros behind each."""
+    rows, heads, kv_heads, length, width = shape
+    group, size = heads // kv_heads, 4 if kind == FLOAT else 2
+    vectors = (width * size + _VECTOR - 1) // _VECTOR
+    wide, room, gap = vectors * _VECTOR // size, length + LANES, vectors * _VECTOR
+    copied = wide != width or length < LANES
+    weights, totals = np.empty((group, room), np.float32), np.empty((group, wide), np.float32)
+    asked, spare = np.zeros((group, wide), np.float32), np.zeros(_BLOCK * gap // 4, np.float32)
+    own, most = width * size, 2 if size == 2 else 4
+    most = most if vectors % most == 0 else 1
+    for place in range(rows * kv_heads):
+        at_weights, at_totals = np.int64(weights.ctypes.data), np.int64(totals.ctypes.data)
+        at_asked, at_spare = np.int64(asked.ctypes.data), np.int64(spare.ctypes.data)
+        end = ends[place // kv_heads]
+        first = max(end - window, 0)
+        keys, values = cache[0] + place * length * own, cache[1] + place * length * own
+        if new[0] != 0:
+            _copy(new[0] + place * own, width, keys + (end - 1) * own, width, 1, size)
+            _copy(new[1] + place * own, width, values + (end - 1) * own, width, 1, size)
+        for g in range(group):
+            _ask(query + (place * group + g) * own, width, at_asked + 4 * g * wide, wide, kind)
+        for block in range(first, end, LANES):
+            begin = block if copied else min(block, length - LANES)
+            source, ahead = keys + begin * own, values + begin * own
+            if copied:
+                _copy(source, width, at_spare, wide, min(LANES, end - block), size)
+                source, ahead = at_spare, at_spare
+            for g in range(group):
+                to = at_weights + 4 * (g * room + begin)
+                _scores((kind, at_asked + 4 * g * wide, source, gap, vectors, to, ahead if g == 0 else source))
+        for g in range(group):
+            _weigh(weights[g, first:end], scaling, softcap)
+        totals[:] = F(0.0)
+        for block in range(first, end, _BLOCK):
+            count = min(_BLOCK, end - block)
+            source, ahead = values + block * own, keys + (length + block) * own
+            if copied:
+                _copy(source, width, at_spare, wide, count, size)
+                source, ahead = at_spare, at_spare
+            for g in range(0, group, 2):
+                for v in range(0, vectors, most):
+                    skipped, by_head = v * _VECTOR, at_weights + 4 * (g * room + block)
+                    to = at_totals + 4 * g * wide + skipped * 4 // size
+                    following = (ahead if g == 0 else source) + skipped
+                    _mix((
+                        kind, min(2, group - g), most, source + skipped, gap, count, by_head, 4 * room, to, 4 * wide,
+                        following,
+                    ))  # fmt: skip
+        for g in range(group):
+            _answer(at_totals + 4 * g * wide, wide, out + (place * group + g) * own, width, kind)
 
 
 def ragged_attention(
@@ -208,16 +271,17 @@ def ragged_attention(
     query_RHD = query_RHD.to(dtype).contiguous()
     out_RHD = torch.empty_like(query_RHD)
     new = () if newest is None else tuple(x.to(dtype).contiguous() for x in newest)
-    slots, kv_heads, length, _ = keys_SKLD.shape
-    (_attend if dtype is torch.float32 else _attend_halves)(
+    _, kv_heads, length, _ = keys_SKLD.shape
+    _attend(
         query_RHD.data_ptr(),
         tuple(x.data_ptr() for x in new) or (0, 0),
         (keys_SKLD.data_ptr(), values_SKLD.data_ptr()),
         out_RHD.data_ptr(),
         ends,
-        (*query_RHD.shape[:2], kv_heads, length, slots, width),
+        (*query_RHD.shape[:2], kv_heads, length, width),
         NO_WINDOW if rule.window is None else rule.window,
         F(width**-0.5 if rule.scaling is None else rule.scaling),
         F(NO_CAP if rule.softcap is None else rule.softcap),
+        FLOAT if dtype is torch.float32 else NARROW,
     )
     return out_RHD

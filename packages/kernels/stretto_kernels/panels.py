@@ -84,7 +84,13 @@ def weights_at(builder: Any, address: Any, kind: int) -> list[Any]:
     if kind != WIDENED:
         held = whole if kind == PAIRED else floating
         return read_vectors(builder, address, held, 2)
-    both = _read(builder, address, whole)
+    return split(builder, _read(builder, address, whole))
+
+
+def split(builder: Any, both: Any) -> list[Any]:
+    """Two vectors of float32 from one of bfloat16, which is held as 32-bit integers: its even numbers and its odd."""
+    ir = code.ir
+    floating, whole = (ir.VectorType(number, LANES) for number in (ir.FloatType(), ir.IntType(32)))
     parts = (
         builder.shl(both, ir.Constant(whole, [16] * LANES)),
         builder.and_(both, ir.Constant(whole, [0xFFFF0000] * LANES)),
@@ -92,7 +98,7 @@ def weights_at(builder: Any, address: Any, kind: int) -> list[Any]:
     return [builder.bitcast(part, floating) for part in parts]
 
 
-def _added(builder: Any, held: Any, inputs: Any, weights: Any) -> Any:
+def added(builder: Any, held: Any, inputs: Any, weights: Any) -> Any:
     """Generate `held` + `inputs` · `weights` for one input (for two if they are pairs of bfloat16 in 32 bits)."""
     ir = code.ir
     if inputs.type.element == ir.FloatType():
@@ -104,7 +110,7 @@ def _added(builder: Any, held: Any, inputs: Any, weights: Any) -> Any:
     return builder.call(dot, [held, builder.bitcast(inputs, pairs), builder.bitcast(weights, pairs)])
 
 
-def _fetch(builder: Any, address: Any) -> None:
+def fetch(builder: Any, address: Any) -> None:
     """Prefetch the memory at an address, which need not be valid."""
     ir = code.ir
     word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
@@ -128,7 +134,7 @@ def _tile(builder: Any, places: list[Any], rows: int, panels: int, kind: int) ->
     inputs = rows_at(builder, x, stride, rows)
     with code.for_range(builder, depth) as loop:
         if panels == 1:
-            _fetch(builder, builder.add(ahead, builder.mul(loop.index, pace)))
+            fetch(builder, builder.add(ahead, builder.mul(loop.index, pace)))
         first = builder.add(weight, builder.mul(loop.index, number(WIDE * (2 if kind == WIDENED else 4))))
         starts = rows_at(builder, first, panel, panels)
         vectors = [vector for start in starts for vector in weights_at(builder, start, kind)]
@@ -149,7 +155,7 @@ def add_products(builder: Any, rows: list[Any], at: Any, weights: list[Any], sum
         place = builder.add(row, builder.mul(at, number(4)))
         one = _broadcast(builder, _read(builder, place, ir.IntType(32) if kind == PAIRED else ir.FloatType()))
         for vector, held in zip(weights, sums_of_row, strict=True):
-            builder.store(_added(builder, builder.load(held), one, vector), held)
+            builder.store(added(builder, builder.load(held), one, vector), held)
 
 
 def write_sums(builder: Any, sums: list[list[Any]], rows: list[Any], half: bool) -> None:

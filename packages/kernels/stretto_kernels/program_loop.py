@@ -16,6 +16,8 @@ import numpy as np
 
 from stretto_kernels import decode_attention, fused, panels
 from stretto_kernels.compiled import body, compiled, halves, inlined, integers
+from stretto_kernels.decode_attention import NARROW
+from stretto_kernels.panels import FLOAT
 
 #: Operations of steps; CALL is done by Python.
 EMBED, NORM, ROTATE, GATE, MULTIPLY, ATTEND, CALL = range(7)
@@ -26,7 +28,7 @@ _ROWS = 96  # tokens that go through steps together
 _norm, _norm_halves = body(fused._norm), body(fused._norm_halves)
 _rotate, _rotate_halves = body(fused._rotate), body(fused._rotate_halves)
 _gate, _gate_halves = body(fused._gate), body(fused._gate_halves)
-_attend, _attend_halves = body(decode_attention._attend), body(decode_attention._attend_halves)
+_attend = body(decode_attention._attend)
 _multiply = body(panels._multiply)
 
 
@@ -49,19 +51,16 @@ def _attend_buckets(step: Any, at: Any, table: Any, ends: Any, start: Any, half:
     `run`."""
     heads, kv_heads, width, layer, window = step[6], step[7], step[8], step[10], step[11]
     scaling, softcap = np.int32(step[12]).view(np.float32), np.int32(step[13]).view(np.float32)
-    size = width * (4 if half is None else 2)
+    size, kind = width * (4 if half is None else 2), FLOAT if half is None else NARROW
     first = 0
     for bucket in range(len(table)):
-        rows, length, slots = table[bucket, 0], table[bucket, 1], table[bucket, 2]
+        rows, length = table[bucket, 0], table[bucket, 1]
         cache = table[bucket, 3 + 2 * layer], table[bucket, 4 + 2 * layer]
         skipped, kv_skipped = (start + first) * heads * size, (start + first) * kv_heads * size
         query, out = at[step[1]] + skipped, at[step[4]] + skipped
         new = at[step[2]] + kv_skipped, at[step[3]] + kv_skipped
-        shape, ends_R = (rows, heads, kv_heads, length, slots, width), ends[first : first + rows]
-        if half is None:
-            _attend(query, new, cache, out, ends_R, shape, window, scaling, softcap)
-        else:
-            _attend_halves(query, new, cache, out, ends_R, shape, window, scaling, softcap)
+        shape, ends_R = (rows, heads, kv_heads, length, width), ends[first : first + rows]
+        _attend(query, new, cache, out, ends_R, shape, window, scaling, softcap, kind)
         first += rows
 
 
