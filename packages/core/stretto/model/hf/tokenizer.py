@@ -144,7 +144,8 @@ class _Spelled:
         sizes = self._sizes[known]
         ends = sizes.cumsum()
         places = np.arange(ends[-1]) + np.repeat(self._starts[known] - ends + sizes, sizes)
-        return self._bytes[places].tobytes().decode(errors="replace")
+        found: bytes = self._bytes[places].tobytes()
+        return found.decode(errors="replace")
 
 
 @dataclass(frozen=True)

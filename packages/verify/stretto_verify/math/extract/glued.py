@@ -92,8 +92,8 @@ def with_glued(content: str, before: str, after: str) -> str:
     """
     if (other := _OR_BEFORE.search(before, max(0, len(before) - 30))) is not None:
         return f"{other[1]}, {content}"
-    if (other := further(after)) is not None:
-        return f"{content}, {other}"
+    if (more := further(after)) is not None:
+        return f"{content}, {more}"
     if before[-1:] in _STARTS and _ENDS.match(after) is not None:
         return content
     if (share := _SHARE.match(after)) is not None:
