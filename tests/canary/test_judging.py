@@ -9,7 +9,7 @@
   leaves instead, and the run goes on.
 - An engine that does not prove a version is replaced at the last evaluation too.
 - A machine that pulls a version while the trainer publishes many proves it; one that is too old is refused, and nobody
-  waits for its canary.
+  waits for its canary. A machine that never catches up is named.
 """
 
 import asyncio
@@ -254,6 +254,21 @@ async def test_a_version_that_a_machine_has_pulled_for_seven_steps_is_proven(run
     run.client.pulls = 0.0
     await run.steps(1)
     assert run.handle.version == run.version
+
+
+def test_a_machine_that_pulls_more_slowly_than_the_trainer_publishes_is_named_once() -> None:
+    run = Run(guest=True)
+    run.client.pulls = 15.0
+
+    async def work() -> None:
+        await run.steps(20)
+        slow = f"{NAME} loads versions more slowly than they are published: no groups until it has caught up"
+        assert run.said == [slow]
+        run.client.pulls = 0.0
+        await run.steps(2)
+        assert run.said == [slow, f"{NAME} has joined, at version {run.version}"]
+
+    play(run, work)
 
 
 def test_a_version_whose_canary_is_gone_is_refused_at_once() -> None:

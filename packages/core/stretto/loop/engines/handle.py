@@ -28,6 +28,7 @@ from stretto.processes.supervisor import RestartBudget, Supervisor
 RETRY_SECONDS = 0.05
 _POLL_SECONDS = 0.005
 _GIVE_UP_SECONDS = 1.0
+_OVERTAKEN = 3  # loads of an engine that starts, each of a version that is not the newest any more at its end
 
 
 @dataclass
@@ -154,11 +155,12 @@ class EngineHandle:
 
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
-    async def start(self, publication_seconds: float = 0.0) -> None:
+    async def start(self, publication_seconds: float = 0.0, say: Callable[[str], None] = lambda text: None) -> None:
         """Start the engine's process; returns when it serves the newest published version. After an error the process
         may still run.
 
-        `publication_seconds`: how long to wait for the first publication, in addition to `deadlines.start`.
+        `publication_seconds`: how long to wait for the first publication, in addition to `deadlines.start`. `say`: gets
+        a log line if the engine loads versions more slowly than they are published.
 
         Raises:
             RoleDied: the process ended, by itself or because its weights were not proven.
@@ -170,7 +172,7 @@ class EngineHandle:
         await self.process.start(self.spec, self.spec.threads)
         seconds, moved = self.deadlines.start + publication_seconds, self.client.moved
         async with standstill("conductor", f"{self.name} to be ready", seconds, moved):
-            version = await self._newest()
+            version = await self._newest(say)
         self._becomes(EngineState.UP, version)
         self.publications.look_again()  # a version may have been published meanwhile
 
@@ -212,7 +214,7 @@ class EngineHandle:
             if self.leaving:
                 return
             try:
-                await self.start(publication_seconds)
+                await self.start(publication_seconds, say)
             except RoleDied as death:
                 self._mark_dead(death.how)
                 raise
@@ -319,11 +321,12 @@ class EngineHandle:
         self.suspect()
         return not before
 
-    async def _newest(self) -> int:
+    async def _newest(self, say: Callable[[str], None]) -> int:
         """Make a started engine load the newest published version, or keep its own if that is newer; returns the
         version. An older one must not be served: no version before the live one may sample a new group. An engine that
         cannot be reached is tried again as long as its process runs. Raises as `start`, without a deadline of its
         own."""
+        loads = 0
         while True:
             if not self.process.running:
                 raise RoleDied(self.name, await self.process.ended(), str(self.process.log))
@@ -343,6 +346,9 @@ class EngineHandle:
                 continue  # the mailbox holds a newer version by now
             if version >= self.publications.newest:
                 return version
+            loads += 1
+            if loads == _OVERTAKEN:
+                say(f"{self.name} loads versions more slowly than they are published: no groups until it has caught up")
 
     async def reach(self, version: int) -> None:
         """Load `version` if the engine serves an older one; returns when it serves `version` or newer, or is leaving.

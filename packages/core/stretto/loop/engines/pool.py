@@ -157,7 +157,7 @@ class EnginePool:
 
     async def _start(self, engine: EngineHandle) -> None:
         try:
-            await engine.start(engine.spec.publication_seconds)
+            await engine.start(engine.spec.publication_seconds, self._say)
         except RoleDied as death:
             if engine.leaving:
                 return
@@ -180,7 +180,7 @@ class EnginePool:
         self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))
 
     async def _host(self, engine: EngineHandle) -> None:
-        await engine.start(self._deadlines.longest_pull)
+        await engine.start(self._deadlines.longest_pull, self._say)
         self._say(f"{engine.name} has joined, at version {engine.version}")
         if self._loads and engine.name not in self._loading.names:
             self._loading.add(engine.name, self._guarded(engine, engine.keep_loaded()))
