@@ -230,11 +230,16 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
     assert (datum.token_ids, datum.advantages) == (SAMPLED.token_ids, SAMPLED.advantages)
 
 
-def test_numbers_of_numpy_go_to_engines_apart_and_onto_disk(folder: Path, tmp_path: Path) -> None:
+def test_numbers_of_numpy_go_to_engines_apart_and_onto_disk_and_what_no_message_can_hold_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
     numbers: Any = {"max_tokens": np.int64(3), "temperature": np.float32(1), "top_k": np.int32(9)}
     numbers |= {"top_p": np.float64(0.9), "stop_token_ids": [np.int64(1)], "seeds": [np.int64(5)]}
     with stretto.Engine.load(folder, apart=True, cache_gib=0.02) as engine:
         [completion] = engine.sample([2, 3], **numbers)
+        for wrong in ({"seeds": [2**70]}, {"stop": "\ud83d"}, {"max_tokens": 2**70}):
+            with pytest.raises(stretto.RefusedRequest, match="numbers of 64 bits, and whole letters"):
+                engine.sample([2, 3], **wrong)
     assert 0 < len(completion.token_ids) <= 3
     settings: Any = {"batch_size": 1, "group_size": 2, "version": np.int64(0), "seed": np.int64(7)}
     with stretto.Ledger(tmp_path / "ledger") as ledger:
@@ -255,6 +260,8 @@ def test_a_closed_engine_and_weights_of_others(folder: Path, tmp_path: Path) -> 
         engine.update(other.weights())
     with pytest.raises(stretto.DataError, match=r"sample: n: 0; give a whole number of at least 1"):
         engine.sample("3+4=", n=0)
+    with pytest.raises(stretto.DataError, match=r"sample: temperature: 1000.*; give a number"):
+        engine.sample("3+4=", temperature=10**400)
     with pytest.raises(stretto.RefusedRequest, match=r"texts\[0\]: token 99; 0 to 21, the vocabulary"):
         engine.score([(2, 99)])
     engine.close()

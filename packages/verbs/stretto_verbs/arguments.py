@@ -64,6 +64,16 @@ def _is_integer(given: Any) -> bool:
     return isinstance(given, Integral) and not isinstance(given, bool)
 
 
+def _is_number(given: Any) -> bool:
+    if not isinstance(given, Real) or isinstance(given, bool):
+        return False
+    try:
+        float(given)
+    except OverflowError:  # a whole number with more than 308 digits
+        return False
+    return True
+
+
 def _is_path(given: Any) -> bool:
     try:
         return isinstance(given, str | os.PathLike) and given != "" and b"\0" not in os.fsencode(given)
@@ -73,7 +83,7 @@ def _is_path(given: Any) -> bool:
 
 FOLDER = ArgumentKind("the path of a folder", _is_path)
 WHOLE = ArgumentKind("a whole number", _is_integer)
-NUMBER = ArgumentKind("a number", lambda given: isinstance(given, Real) and not isinstance(given, bool))
+NUMBER = ArgumentKind("a number", _is_number)
 LIST = ArgumentKind("a list", lambda given: isinstance(given, Sequence) and not isinstance(given, str | bytes))
 SEEDS = ArgumentKind(
     "a list of whole numbers, one for each completion",

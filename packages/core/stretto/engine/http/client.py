@@ -98,8 +98,9 @@ class HttpEngine:
         list with an error in it is yielded up to there first."""
         missing, unframer = sum(len(request.seeds) for request in requests), Unframer()
         requested = ", ".join(request.id for request in requests[:_NAMED]) + (", ..." if len(requests) > _NAMED else "")
+        body = _encoded(requests)
         async with self._connections.one() as connection:
-            connection.send("POST", "/generate", msgspec.msgpack.encode(requests))
+            connection.send("POST", "/generate", body)
             while True:
                 part = await self._part(connection, f"the next completion to {requested}")
                 if connection.status != _OK:
@@ -211,7 +212,7 @@ class HttpEngine:
 
         Raises the error that the engine replied with, EngineLost if the connection breaks, WireError if the body has
         more than `most` bytes, and the errors of `Connections.one`."""
-        method, body = ("GET", b"") if message is None else ("POST", msgspec.msgpack.encode(message))
+        method, body = ("GET", b"") if message is None else ("POST", _encoded(message))
         async with self._connections.one() as connection:
             connection.send(method, path, body)
             reply = await connection.rest(most)
@@ -234,6 +235,15 @@ class HttpEngine:
                 return found, EngineLied(self.name, f"sent tokens of {told.request!r} whose checksum does not fit")
             found.append(told)
         return found, None
+
+
+def _encoded(message: object) -> bytes:
+    """Encode a message as MessagePack. Raises RefusedRequest, as an engine of this process does, if a number of it has
+    more than 64 bits, or a text has half a letter."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except (OverflowError, UnicodeEncodeError) as error:
+        raise RefusedRequest("request", str(error), "numbers of 64 bits, and whole letters") from None
 
 
 def decoded(body: bytes, kind: type[Message]) -> Message:
