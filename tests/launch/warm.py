@@ -21,7 +21,7 @@ import tempfile
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
@@ -29,7 +29,6 @@ import msgspec
 import pytest
 
 from stretto.core.records import Record
-from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import Spawn, Spawner
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service import process as rewards_process
@@ -39,9 +38,7 @@ from stretto.rollout.questions import Question
 from stretto_app.extensions.preflight import notes
 from stretto_app.extensions.preflight.trial import try_reward
 from stretto_app.forking import command_line
-from stretto_app.forking import role as fork_server_role
 from stretto_app.forking.server import LONGEST_MESSAGE, ROLES, Exited, ForkServer, NotSpawned, Spawned
-from stretto_cluster import agent
 from stretto_report.dashboard import plots
 from tests.launch import poverty
 
@@ -89,7 +86,7 @@ def session_server() -> ForkServer:
 
 
 @contextmanager
-def session_fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
+def session_fork_server(modules: Sequence[str] = (), **_: object) -> Iterator[Spawner]:
     """In place of `fork_server_role.fork_server`: that of the session, without what it forks meanwhile."""
     server = session_server()
     before = children_of(server.pid)
@@ -179,8 +176,6 @@ def main(arguments: list[str]) -> int:
     """In the process of a command; its fork server is a copy of it, as that of every command."""
     told = msgspec.json.decode(arguments[0], type=Surroundings)
     _put_into(told)
-    if told.arguments[:1] in (("engine",), ("rank",)):  # agents, whose roles have interpreters of their own
-        agent.__dict__["RoleProcess"] = partial(RoleProcess, spawner=fork_server_role.fork_here(apart=True))
     sys.argv = ["stretto", *told.arguments]
     fork_workers()
     if not told.draws:

@@ -69,7 +69,7 @@ async def end(spec: str) -> int:
         print(Path(f"/proc/{role.pid}/cmdline").read_text().rstrip(chr(0)).split(chr(0))[1:] == ["-m", ROLE, spec])
     return await role.wait()
 
-with fork_server_role.fork_server() as spawner:
+with fork_server_role.fork_server(beside=sys.argv[2:] == ["beside"]) as spawner:
     print(asyncio.run(end('{"seconds":0.2,"code":7}' + " " * 999)), asyncio.run(end("no spec")))
     server = f"/proc/{spawner.pid}"
     streams = [number for number in map(int, os.listdir(f"{server}/fd"))
@@ -89,7 +89,7 @@ atexit.register(print, "the end", flush=True)
 async def end() -> int:
     return await (await spawner.start(Spawn(ROLE, '{"seconds":0}', sys.argv[1]))).wait()
 
-with fork_server_role.fork_server() as spawner:
+with fork_server_role.fork_server(beside=sys.argv[2:] == ["beside"]) as spawner:
     print(type(spawner).__name__, asyncio.run(end()), flush=True)
 """
 
@@ -118,16 +118,22 @@ def test_a_role_collects_garbage_though_its_fork_server_was_copied_amid_imports(
     assert (tmp_path / "log.txt").read_text() == "True\n"
 
 
-def test_the_fork_server_of_a_command_is_a_copy_of_it_that_keeps_nothing_of_its_terminal(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [(), ("beside",)], ids=["with its imports", "which imports beside it"])
+def test_the_fork_server_of_a_command_is_a_copy_of_it_that_keeps_nothing_of_its_terminal(
+    tmp_path: Path, beside: tuple[str, ...]
+) -> None:
     """It has its wire, and what waits for it. An error of a role ends the role, and does not get to what the command
     does; a role's command line may be longer than that of the command."""
-    assert told(COMMAND, str(tmp_path / "log.txt")) == ["True", "7 1", "True [0, 1, 2] 5 True", "False"]
+    assert told(COMMAND, str(tmp_path / "log.txt"), *beside) == ["True", "7 1", "True [0, 1, 2] 5 True", "False"]
     assert "DecodeError" in (tmp_path / "log.txt").read_text()
 
 
-def test_what_a_command_does_at_its_end_is_not_done_by_its_fork_server_nor_by_its_roles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("beside", [(), ("beside",)], ids=["with its imports", "which imports beside it"])
+def test_what_a_command_does_at_its_end_is_not_done_by_its_fork_server_nor_by_its_roles(
+    tmp_path: Path, beside: tuple[str, ...]
+) -> None:
     """And a module that cannot be imported leaves what is missing to the role that needs it."""
-    assert told(ENDS, str(tmp_path / "log.txt")) == ["ForkServer 0", "the end"]
+    assert told(ENDS, str(tmp_path / "log.txt"), *beside) == ["ForkServer 0", "the end"]
     assert (tmp_path / "log.txt").read_text() == "up\n"
 
 
@@ -145,9 +151,9 @@ def test_a_copy_that_has_ended_is_waited_for_and_killed_without_harm(ignored: bo
         signal.signal(signal.SIGCHLD, before)
 
 
-def told(program: str, log: str) -> list[str]:
+def told(program: str, log: str, *more: str) -> list[str]:
     """What it prints, line by line."""
-    done = subprocess.run([sys.executable, "-c", program, log], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", program, log, *more], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

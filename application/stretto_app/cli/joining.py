@@ -7,6 +7,7 @@ from typing import Annotated, Optional
 import typer
 
 from stretto.doors.loading import check_packages
+from stretto_app.cli.interrupts import importing
 
 JoinAddress = Annotated[
     str,
@@ -47,10 +48,16 @@ def _join(
     kind: str, join: str, token: str | None, count: int, host: str | None, tls: str | None, patience: float
 ) -> None:
     check_packages(f"stretto {kind}", "stretto_cluster")
-    from stretto_app.extensions.commands.join import offer, work
+    with importing():
+        from stretto_app.forking.imports import imports_of_roles
+
+        with imports_of_roles():  # libraries start no threads, with which no process is forked
+            from stretto_app.extensions.commands.join import ROLES, offer, work
+        from stretto_app.forking.role import fork_server
 
     brought = offer(join, token, count=count, host=host, tls=tls, patience=patience, kind=kind)
-    work(brought, lambda text: print(text, flush=True))
+    with fork_server(roles=(ROLES[kind],), beside=True) as spawner:
+        work(brought, lambda text: print(text, flush=True), spawner)
 
 
 def engine(

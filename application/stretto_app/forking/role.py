@@ -203,20 +203,28 @@ def leave(code: int) -> NoReturn:
 
 
 @contextlib.contextmanager
-def fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
-    """Context manager: a spawner for the roles of one command. On leaving, all processes that it has forked are ended.
+def fork_server(
+    modules: Sequence[str] = (), *, roles: Sequence[str] | None = None, beside: bool = False
+) -> Iterator[Spawner]:
+    """Context manager: a spawner for the `roles` of one command. On leaving, all processes that it has forked are
+    ended.
 
-    It imports the modules of all roles, and `modules`, into this process, and forks the fork server from it. Enter it
-    before the command starts threads or opens files of its own. A process with threads cannot be forked safely: it
-    starts a fresh interpreter as fork server. Without a fork server, each role starts in a fresh interpreter. This is
-    so where the system has no room for one, and on a machine with an accelerator, because a process cannot use CUDA if
-    its parent has looked for a device.
+    It imports the modules of the roles, and `modules`, into this process, and forks the fork server from it; with
+    `beside` the fork server imports them itself, while the command goes on. Enter it before the command starts threads
+    or opens files of its own. A process with threads cannot be forked safely: it starts a fresh interpreter as fork
+    server. Without a fork server, each role starts in a fresh interpreter. This is so where the system has no room for
+    one, and on a machine with an accelerator, because a process cannot use CUDA if its parent has looked for a device.
     """
     spawner: Spawner = FRESH
-    wanted = (*ROLES, *modules)
+    wanted = (*(ROLES if roles is None else roles), *modules)
     if not accelerated():
         with contextlib.suppress(OSError):
-            spawner = _copied(wanted) if threads() == 1 else ForkServer(wanted)
+            if threads() == 1:
+                if not beside:
+                    _import(wanted)
+                spawner = fork_here(apart=True, modules=wanted)
+            else:
+                spawner = ForkServer(wanted)
     try:
         yield spawner
     finally:
@@ -224,17 +232,16 @@ def fork_server(modules: Sequence[str] = ()) -> Iterator[Spawner]:
             spawner.close()
 
 
-def _copied(modules: Sequence[str]) -> Spawner:
+def _import(modules: Sequence[str]) -> None:
     with imports_of_roles():
         for module in modules:
             with contextlib.suppress(ImportError):  # the role that needs it reports the error
                 importlib.import_module(module)
-    return fork_here(apart=True)
 
 
-def fork_here(*, apart: bool = False) -> Spawner:
-    """Fork this process as a fork server, which then need not import anything; returns its spawner, or one of fresh
-    interpreters (`FRESH`) if there is an accelerator or the system cannot fork.
+def fork_here(*, apart: bool = False, modules: Sequence[str] = ()) -> Spawner:
+    """Fork this process as a fork server, which has its imports, and imports `modules`; returns its spawner, or one of
+    fresh interpreters (`FRESH`) if there is an accelerator or the system cannot fork.
 
     Call it before this process has threads or begins as a role. It does not return in the copy and its children. Of all
     descriptors the copy keeps the standard streams only. With `apart` these lead to /dev/null, and the copy has a
@@ -256,7 +263,7 @@ def fork_here(*, apart: bool = False) -> Spawner:
         except OSError:  # no room for another process: an interpreter for each role says so, if there is still none
             return FRESH
         if pid == 0:
-            leave_after(lambda: _serve_as_copy(far.detach(), parent, before, apart))
+            leave_after(lambda: _serve_as_copy(far.detach(), parent, before, apart, modules))
         undo.pop_all()
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     far.close()
@@ -264,9 +271,8 @@ def fork_here(*, apart: bool = False) -> Spawner:
     return ForkServer(running=(wire, ForkedHere(pid)))
 
 
-def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apart: bool) -> int:
+def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apart: bool, modules: Sequence[str]) -> int:
     die_with_parent(parent)
-    atexit._clear()  # exit functions of the original are not for the copy and its children
     for name in (HEARTBEAT, PARENT):
         os.environ.pop(name, None)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -287,6 +293,10 @@ def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apar
     with contextlib.suppress(OSError):
         make_room(COMMAND_LINE_BYTES)
         show_as([sys.executable, "-m", __name__])
+    if modules:
+        _import(modules)
+        gc.freeze()
+    atexit._clear()  # exit functions of the original and of libraries are not for the copy and its children
     return Server(socket.socket(fileno=wire)).serve()
 
 

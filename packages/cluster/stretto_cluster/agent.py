@@ -42,6 +42,7 @@ from stretto.core.errors import (
 from stretto.core.tasks import NamedTasks, cancel_and_wait, to_the_end
 from stretto.processes.http.tls import client_context
 from stretto.processes.role import RoleProcess
+from stretto.processes.spawn import FRESH, Spawner
 from stretto.weights.folder import release
 from stretto_cluster.address import speaks_tls
 from stretto_cluster.handshake import call
@@ -125,11 +126,12 @@ class _RoleLog:
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))  # keeps a part of a letter
 
 
-async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Event) -> str:
+async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Event, spawner: Spawner = FRESH) -> str:
     """Join a run and serve it until it dismisses this machine; join again after a loss. Return why the work is over:
     the reason of the dismissal, or "left" if `leave` was set without one.
 
     `say` gets sentences for the user. `leave`, once set, asks the conductor to drain the roles and dismiss the machine.
+    `spawner` starts the roles.
 
     Raises:
         HandshakeRefused: the run refuses this machine: another token, run or release.
@@ -142,7 +144,7 @@ async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Eve
     while not leave.is_set():
         problem = ""
         try:
-            session = await _Session.open(offer, join, say)
+            session = await _Session.open(offer, join, say, spawner)
         except (MachineLost, DeadlineExceeded, HandshakeBroken, OSError) as error:
             problem = str(error)
         else:
@@ -175,6 +177,7 @@ class _Session:
     terms: RunTerms
     wire: Wire[ToAgent]
     say: Callable[[str], None]
+    spawner: Spawner
     folder: Path
     memory: Path  # holds the weights
     held: tuple[int, int]  # descriptors of locks that keep folder and memory from being removed
@@ -189,7 +192,7 @@ class _Session:
     _tasks: NamedTasks = field(default_factory=NamedTasks)
 
     @classmethod
-    async def open(cls, offer: Offer, join: Join, say: Callable[[str], None]) -> _Session:
+    async def open(cls, offer: Offer, join: Join, say: Callable[[str], None], spawner: Spawner) -> _Session:
         """Connect to the gate and join its run. Raises MachineLost, DeadlineExceeded, HandshakeBroken or OSError if
         another attempt may succeed, else HandshakeRefused or RecipeError."""
         reader, writer = await connect(offer.address, client_context(offer.tls))
@@ -214,7 +217,7 @@ class _Session:
             memory, held = own_memory(folder, terms)
             undo.callback(os.close, held)
             undo.callback(shutil.rmtree, memory, ignore_errors=True)
-            session = cls(offer, terms, wire, say, folder, memory, (lock, held), sweeper(folder, memory))
+            session = cls(offer, terms, wire, say, spawner, folder, memory, (lock, held), sweeper(folder, memory))
             session._wish(terms.published)  # before any order, so that no newer version is overwritten
             undo.pop_all()
         return session
@@ -382,7 +385,7 @@ class _Session:
         log = self.folder / f"{order.name}.txt"
         if order.name not in self.logs:  # what is not sent yet of earlier logs follows with later heartbeats
             self.logs[order.name] = _RoleLog(log.stat().st_size if log.exists() else 0)
-        seat.process = process = RoleProcess(order.name, order.module, log, self.terms.hung)
+        seat.process = process = RoleProcess(order.name, order.module, log, self.terms.hung, self.spawner)
         own = self.offer.environments[order.place] if self.offer.environments else {}
         try:
             await process.start(self._spec(order), order.threads, environment=order.environment | dict(own))

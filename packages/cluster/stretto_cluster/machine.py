@@ -35,7 +35,7 @@ from stretto_cluster.messages import (
 from stretto_cluster.wire import Wire
 
 SILENT_SECONDS = 4.0  #: seconds without a message (several heartbeats) after which a machine counts as silent
-_START_SECONDS = 30.0
+_START_SECONDS = 90.0  # a fork server, which imports first, is given up after 60, and an interpreter starts the role
 _END_SECONDS = 10.0
 _MOST_PULLS = 64  # spans that wait to be taken, once a second: a machine says what it likes, as often as it likes
 _MOST_LOG = 64 << 20  # bytes of a role's log, so that a machine cannot fill the conductor's disk

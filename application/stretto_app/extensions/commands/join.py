@@ -13,14 +13,17 @@ import msgspec
 from stretto import __version__
 from stretto.core.errors import DeadlineExceeded, HandshakeRefused, MachineLost, Problem, RecipeError, RunFolderError
 from stretto.core.machine import VISIBLE, gpus, on_gpus
+from stretto.engine.wire import ENGINE_ROLE
 from stretto.processes.heartbeat import PARENT, die_with_parent
-from stretto.processes.spawn import TOKEN
+from stretto.processes.spawn import TOKEN, Spawner
 from stretto_cluster.address import JoinFile, read_join_file
 from stretto_cluster.agent import Offer, run_agent
 from stretto_cluster.handshake import call
 from stretto_cluster.messages import ANSWER, Answer, Scale
+from stretto_cluster.ranks.messages import RANK_ROLE
 from stretto_cluster.wire import Wire, connect
 
+ROLES = {"engine": ENGINE_ROLE, "rank": RANK_ROLE}  #: by the kind of an offer, the module that its places run
 _HANDSHAKE_SECONDS = 10.0
 _SHOWN = 80  # characters
 _LONGEST = 9  # digits of a number of engines, which the run bounds
@@ -78,9 +81,9 @@ def dealt(ids: Sequence[str], count: int) -> tuple[Mapping[str, str], ...]:
     return tuple(on_gpus([ids[(at * each + one) % len(ids)] for one in range(each)]) for at in range(count))
 
 
-def work(brought: Offer, say: Callable[[str], None]) -> None:
+def work(brought: Offer, say: Callable[[str], None], spawner: Spawner) -> None:
     """Serve the run until it ends, or until SIGTERM or Ctrl-C, which drain this machine's roles first. `say` gets log
-    lines.
+    lines; `spawner` starts the roles.
 
     Raises:
         MachineLost: no gate of the run was found in time.
@@ -89,7 +92,7 @@ def work(brought: Offer, say: Callable[[str], None]) -> None:
     if (parent := os.environ.pop(PARENT, None)) is not None:
         die_with_parent(int(parent))
     try:
-        asyncio.run(_work(brought, say))
+        asyncio.run(_work(brought, say, spawner))
     except HandshakeRefused as refused:
         raise RecipeError([Problem("--join", str(refused), _remedy(refused))]) from None
 
@@ -101,11 +104,11 @@ def _remedy(refused: HandshakeRefused) -> str:
     return "give the folder of the run's certificates by --tls" if "TLS" in refused.how else ""
 
 
-async def _work(brought: Offer, say: Callable[[str], None]) -> None:
+async def _work(brought: Offer, say: Callable[[str], None], spawner: Spawner) -> None:
     leave, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave.set)
-    say(await run_agent(brought, say, leave))
+    say(await run_agent(brought, say, leave, spawner))
 
 
 def scale(run: Path, changes: list[str]) -> str:
