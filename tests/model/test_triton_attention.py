@@ -163,8 +163,7 @@ def test_only_a_gpu_reads_so() -> None:
 def test_the_kernels_compile_for_an_h100_and_move_16_bytes_at_once(tmp_path: Path) -> None:
     # In a process of its own: the interpreter has put itself in the place of the language in this one.
     words = [sys.executable, "-m", "tests.model.compiling", "bf16,0.0,128", "fp16,30.0,96"]
-    surroundings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    surroundings["TRITON_CACHE_DIR"] = str(tmp_path)
+    surroundings = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(words, capture_output=True, text=True, check=False, env=surroundings)
     assert done.returncode == 0, done.stderr
     for kernels in json.loads(done.stdout):
