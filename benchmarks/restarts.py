@@ -9,9 +9,11 @@ from it) between the start of the command and its next step. Then each role is k
 the replacing processes are counted until the second step after the kill. A role has one replacing process; but when the
 fork server is killed, the kernel ends the processes forked from it too, and they start again in interpreters of their
 own. Workflow worker, outlet and weights server belong to a second run, of two turns, which machines can join, with a
-page for Prometheus. The model costs almost nothing, so the numbers are stretto's own. CPU seconds grow much less with
-the load of the machine than seconds do, but a little (other work evicts caches), so medians are reported. New results
-replace those of the same name only.
+page for Prometheus. A third run has its engine, and a rank of its trainer, on machines that have joined: the agent with
+the engine is killed and another one joins (counted from its start to the second step after its engine has joined), and
+the process of the rank is killed (counted with that of the trainer, which is replaced with it). The model costs almost
+nothing, so the numbers are stretto's own. CPU seconds grow much less with the load of the machine than seconds do, but
+a little (other work evicts caches), so medians are reported. New results replace those of the same name only.
 """
 
 from __future__ import annotations
@@ -23,16 +25,29 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from benchmarks.cluster import JOINED
 from benchmarks.report import RESULTS, Table, save
 from stretto.core.machine import cache_folder
+from stretto_cluster.ranks.messages import RANK_ROLE
 from stretto_report.audit.check import check_run
 from stretto_servers.server import port_of, reserve_port
-from tests.launch.running import MODULES, TINY, Command, Laboratory, steps_done, wait_for_step, wait_until, with_no_fuss
+from tests.launch.running import (
+    MODULES,
+    TINY,
+    Command,
+    Laboratory,
+    said,
+    steps_done,
+    wait_for_step,
+    wait_until,
+    with_no_fuss,
+)
 
 SETTINGS = (
     "trainer.steps=1000000",
@@ -51,6 +66,8 @@ _BESIDE = (
     "cluster.listen=127.0.0.1:0",
 )
 BESIDE_ROLES = ("workflow", "outlet", "weights server")
+_ELSEWHERE = ("cluster.listen=127.0.0.1:0", "cluster.placer=given", "trainer.ranks=2", "trainer.remote_ranks=1")
+ELSEWHERE_ROLES = ("agent", "rank")
 _STEPS = 30  # between two kills
 _PATIENCE = 900.0  # seconds, of a machine that other work has
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -86,17 +103,50 @@ def resumed(laboratory: Laboratory, run_dir: Path) -> dict[str, Any]:
     return {"cpu": sum(cpu.values()), "by_role": cpu, "seconds": seconds}
 
 
-def replaced(command: Command, run_dir: Path, role: str) -> dict[str, Any]:
-    """Kill a role, and measure the cost of the processes that replace it, until the second step afterwards."""
-    old, start = set(command.processes()), time.monotonic()
-    with_no_fuss(command.role(role))
-    heir = MODULES["trainer" if role == LAST else role]
-    wait_until(lambda: not old.issuperset(command.processes(heir)), f"another {role}", command)
+def replaced(command: Command, run_dir: Path, module: str, heir: str = "", *others: Command) -> dict[str, Any]:
+    """Kill the process of a role, and measure the cost of the processes that replace it, until the second step
+    afterwards. `heir`: another role that replaces it; `others`: agents that have joined the command's run."""
+
+    def processes(module: str = "") -> set[int]:
+        return {pid for one in (command, *others) for pid in one.processes(module)}
+
+    old, start = processes(), time.monotonic()
+    (pid,) = processes(module)
+    with_no_fuss(pid)
+    wait_until(lambda: not old.issuperset(processes(heir or module)), f"another {module}", command)
     wait_for_step(command, steps_done(run_dir) + 2, _PATIENCE)
-    cpu = sum(cpu_seconds(pid) for pid in command.processes() if pid not in old)
-    cost = {"cpu": cpu, "seconds": time.monotonic() - start}
+    cost = {"cpu": sum(map(cpu_seconds, processes() - old)), "seconds": time.monotonic() - start}
     wait_for_step(command, steps_done(run_dir) + _STEPS, _PATIENCE)
     return cost
+
+
+def joined(laboratory: Laboratory, command: Command, run_dir: Path, stack: ExitStack) -> tuple[Command, dict[str, Any]]:
+    """Start an agent with an engine, and measure its cost until the second step after its engine has joined."""
+    known, start = said(run_dir).count(JOINED), time.monotonic()
+    agent = stack.enter_context(laboratory.start("engine", "--join", run_dir))
+    wait_until(lambda: said(run_dir).count(JOINED) > known, "an engine", command, _PATIENCE)
+    wait_for_step(command, steps_done(run_dir) + 2, _PATIENCE)
+    return agent, {"cpu": sum(by_role(agent).values()), "seconds": time.monotonic() - start}
+
+
+def each_replaced_elsewhere(laboratory: Laboratory, run_dir: Path, times: int) -> dict[str, list[dict[str, Any]]]:
+    """Start a run whose engine and second rank are on machines that have joined; kill the agent of the engine, and the
+    process of the rank, `times` times each."""
+    costs: dict[str, list[dict[str, Any]]] = {role: [] for role in ELSEWHERE_ROLES}
+    with ExitStack() as stack:
+        command = stack.enter_context(laboratory.train(run_dir, *SETTINGS, *_ELSEWHERE, recipe=TINY))
+        wait_until((run_dir / "join.json").exists, "the gate", command)
+        ranks = stack.enter_context(laboratory.start("rank", "--join", run_dir))
+        agent, _ = joined(laboratory, command, run_dir, stack)
+        for _ in range(times):
+            agent.kill_all()
+            agent, cost = joined(laboratory, command, run_dir, stack)
+            costs["agent"].append(cost)
+            wait_for_step(command, steps_done(run_dir) + _STEPS, _PATIENCE)
+            costs["rank"].append(replaced(command, run_dir, RANK_ROLE, MODULES["trainer"], ranks))
+        for one in (command, agent, ranks):
+            one.kill_all()
+    return costs
 
 
 def each_replaced(
@@ -106,7 +156,11 @@ def each_replaced(
     with laboratory.train(run_dir, *settings, recipe=TINY) as command:
         wait_for_step(command, _STEPS, _PATIENCE)
         count = {role: 1 if role == LAST else times for role in roles}
-        costs = {role: [replaced(command, run_dir, role) for _ in range(count[role])] for role in roles}
+        heir = {LAST: MODULES["trainer"]}
+        costs = {
+            role: [replaced(command, run_dir, MODULES[role], heir.get(role, "")) for _ in range(count[role])]
+            for role in roles
+        }
         for pid in command.processes():
             with_no_fuss(pid)
         wait_until(lambda: not command.processes(), "the end of all roles")
@@ -133,14 +187,16 @@ def measured(resumes: int, times: int) -> dict[str, Any]:
         with reserve_port() as reserved:
             port = f"logging.prometheus_port={port_of(reserved)}"
             roles |= each_replaced(laboratory, beside, (*SETTINGS, *_BESIDE, port), BESIDE_ROLES, times)
+        elsewhere = Path(root) / "elsewhere"
+        roles |= each_replaced_elsewhere(laboratory, elsewhere, times)
         whole = [resumed(laboratory, run_dir) for _ in range(resumes)]
-        kept = check_run(run_dir).kept and check_run(beside).kept
+        kept = all(check_run(one).kept for one in (run_dir, beside, elsewhere))
     parts = {name: [cost["by_role"].get(name, 0.0) for cost in whole] for name in ("conductor", *MODULES)}
     return {
         "resume": summary(whole),
         "parts": {name: round(statistics.median(found), 2) for name, found in parts.items() if max(found)},
         "roles": {role: summary(costs) for role, costs in roles.items()},
-        "steps": _STEPS * (resumes + len((*ROLES, *BESIDE_ROLES)) * times),
+        "steps": _STEPS * (resumes + len((*ROLES, *BESIDE_ROLES, *ELSEWHERE_ROLES)) * times),
         "load": round(os.getloadavg()[0], 1),
         "laws_kept": kept,
     }
