@@ -98,7 +98,9 @@ class GroupInFlight:
         for place, piece in pieces.items():
             member = self.members[place]
             if member not in self.ended:  # else its last tokens have arrived meanwhile
-                self.prefixes.setdefault(member, Prefix()).extend(piece)
+                if (prefix := self.prefixes.get(member)) is None:
+                    prefix = self.prefixes[member] = Prefix()
+                prefix.extend(piece)
                 yield member, piece
 
     def retract(self) -> Iterator[tuple[int, int]]:
