@@ -59,7 +59,6 @@ _BEHIND = re.compile(
     r"|of (?:the |an? )?(?:(?:remaining|other|first|last|second|original) )?(?:half|third|quarter|rest|remainder)\b"
     r")"
     r"|(?:-|\^\s*\{?\s*(?:\\text\s*\{\s*)?)(?:st|nd|rd|th)\}*\$? (?:power|root|prime|multiple|square|cube)s?\b"
-    r"|[^.\n]{0,30}[;,] (?:so |hence |and )?the (?:final |actual |correct )?(?:answer|number|total|result) is \$?[0-9]"
     rf"|[ \t]*{_RELATED}\s*\$?[a-z](?![a-zA-Z])"
     r"|,?\s*\\[lc]?dots(?![a-z])"
     rf"|[ \t]*[-−+*/±×÷][ \t]*(?:the|another)\s"
@@ -82,14 +81,6 @@ _LONE = re.compile(  # 5 cm longer: the answer to "how much longer?" only
     re.IGNORECASE,
 )
 _BEHIND_FORMULA = re.compile(rf"[}}]?\$(?:\^|[ \t]*[-−+*/±×÷][ \t]*(?:\$?[0-9]|\$\\?[a-z]|{_LETTER}))")
-#: Words with which what `_BEHIND` finds begins.
-_FIRST_WORDS_TEXT = """
-is was plus minus times divided multiplied over choose mod modulo raised to give less together along as out of and then
-if which for when where otherwise unless else in at except excluding etc up with against
-"""
-_FIRST_WORDS = frozenset([*_FIRST_WORDS_TEXT.split(), *COMPARATIVE.split("|")])
-_FIRST_WORD = re.compile(r"[$)}*]{0,3},?[ \t]*([a-zA-Z]+|[^\w\s,.;:])")
-
 #: Nouns of quantities and of what is counted: "the total of 42" is 42. "The supplement of 42" is another value.
 _QUANTITIES_TEXT = """
 total sum value answer amount maximum minimum max min result age price cost rate speed velocity distance length width
@@ -123,12 +114,7 @@ def is_changed_behind(after: str) -> bool:
     >>> [is_changed_behind(text) for text in (" apples", ", plus tax")]
     [False, False]
     """
-    if _LONE.match(after) is not None or _BEHIND_NOUN.match(after) is not None:
-        return True
-    first = _FIRST_WORD.match(after)
-    if first is None or (first[1][0].isalpha() and first[1].lower() not in _FIRST_WORDS):
-        return False
-    return _BEHIND.match(after) is not None or _BEHIND_FORMULA.match(after) is not None
+    return any(form.match(after) for form in (_LONE, _BEHIND_NOUN, _BEHIND, _BEHIND_FORMULA))
 
 
 def is_compared(before: str, after: str) -> bool:

@@ -128,7 +128,6 @@ _DENYING = re.compile(
 )
 _NOR = re.compile(r"\s*\$?,?\s*(?:or|nor)\s+\$?")
 _AND, _OF_BEFORE = re.compile(r"\s*\$?,?\s*(?:and\s+)?\$?"), re.compile(r"\bof\s*\$?$")
-_SIGNS = ' \n\t\r\f\v\u00a0\u3000$.)}*"”」'
 _SEEN = 60, 80  # characters before and after that are searched
 
 
@@ -173,9 +172,6 @@ def _denied_before(before: str, *, is_boxed: bool) -> bool:
 def _denied_behind(content: str, after: str) -> bool:
     if content.strip("$}").removeprefix(r"\boxed{").isdigit() and _ORDINAL.match(after) is not None:
         return True
-    first = after.lstrip(_SIGNS)[:1]
-    if not first or not (first.isalpha() or first in "?,(" or not after.isascii()):
-        return False
     if any(form.match(after) for form in (_DENIED_AFTER, _ANOTHER_BEHIND, _DENIED_AFTER_ELSEWHERE)):
         return True
     return content[-1:].isalpha() and _CONTINUED.match(after) is not None

@@ -9,8 +9,6 @@ Rule 1 prepares the text. Of the other rules, the first that applies decides:
 4. "The answer is …", "Answer: …": the last one.
 5. The whole text, if it is one formula or a few words.
 6. The last formula, tuple or number.
-
-A denied candidate ("not 42", "42 is wrong") is skipped; the one before it is taken.
 """
 
 from __future__ import annotations
@@ -362,8 +360,7 @@ def _content(found: re.Match[str]) -> str:
 
 
 def _sentence(text: str) -> str:
-    end = _SENTENCE_END.search(text)
-    return text[: end.start()] if end is not None else text
+    return _SENTENCE_END.split(text, 1)[0]
 
 
 def _told(rest: str) -> str:
@@ -391,7 +388,7 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
     numbers = _found(_NUMBER, text, spans)
     spans += [(start, end, _COMMA_DECIMAL.sub(r"\1.\2", content)) for start, end, content in numbers]
     spans = _approximated(text, sorted(spans) if is_all else sorted(spans)[-_MOST_SPANS:])
-    kept = undenied(text, spans)
+    kept = [span for span in undenied(text, spans) if not withdrawn(span[2], text[span[1] :])]
     if not kept:
         return FinalAnswer("", certain=True) if spans else _letter(text)
     joined = _with_neighbours(text, kept)
@@ -400,10 +397,7 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
         if titled is not None and _is_title(titled["title"], _LETTERED.match(_bare(titled["value"])) is not None):
             return _piece_of(titled["value"])
         return FinalAnswer(text, certain=False)
-    joined = [span for span in joined if not withdrawn(span[2], text[span[1] :])]
     contents = ", ".join(_GROUPING.sub("", content) for _, _, content in reversed(joined))
-    if not joined:
-        return FinalAnswer("", certain=True)
     if len(joined) == 1 and (measured := with_unit(contents, text[joined[0][1] : joined[0][1] + 60])) != contents:
         return FinalAnswer(measured, certain=True)
     ends = _ENDS_OF_RANGE.match(text, joined[0][1]) if len(joined) == 2 else None

@@ -92,8 +92,8 @@ def with_glued(content: str, before: str, after: str) -> str:
     """
     if (other := _OR_BEFORE.search(before, max(0, len(before) - 30))) is not None:
         return f"{other[1]}, {content}"
-    if (more := further(after)) is not None:
-        return f"{content}, {more}"
+    if (added := further(after)) is not None:
+        return f"{content}, {added}"
     if before[-1:] in _STARTS and _ENDS.match(after) is not None:
         return content
     if (share := _SHARE.match(after)) is not None:
@@ -118,7 +118,7 @@ def with_glued(content: str, before: str, after: str) -> str:
 def further(after: str) -> str | None:
     """The value that the text behind an answer adds to it; None if it adds none.
 
-    >>> further(" or 43."), further(". By symmetry, -43 works as well."), further(" apples")
+    >>> further(" or 43"), further(". By symmetry, -43 works as well."), further(" apples")
     ('43', '-43', None)
     """
     other = _OR.match(after) or _ALSO.match(after)
