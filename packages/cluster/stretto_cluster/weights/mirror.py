@@ -30,7 +30,7 @@ from stretto.weights.manifest import verify
 from stretto_cluster.scratch import in_turn, link_first
 from stretto_cluster.weights import delta
 from stretto_cluster.weights.source import CONNECTIONS, PART_SIZE, Transfer
-from stretto_cluster.weights.wire import ModelFile, digest_of, manifest_of
+from stretto_cluster.weights.wire import ModelFile, digest_of, seal_of
 
 _DELTA = "delta:"
 _MEASURE_AGAIN = 16  # pulls after which the slower form is tried again
@@ -305,7 +305,7 @@ class _Choice:
 def _seal(path: Path) -> str | None:
     try:
         with open(path, "rb", buffering=0) as file:
-            return manifest_of(file.fileno())[0].seal
+            return seal_of(file.fileno())
     except (FileNotFoundError, TornPublication):
         return None
 

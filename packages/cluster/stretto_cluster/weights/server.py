@@ -44,7 +44,7 @@ from stretto.processes.http.server import HttpServer, admit, settings_of
 from stretto.processes.http.transport import ZERO_COPY
 from stretto.weights.folder import path_of, versions
 from stretto_cluster.weights.delta import Deltas, NoDelta
-from stretto_cluster.weights.wire import FORM, NEWEST, READ, RUN, ModelFile, digest_of, manifest_of
+from stretto_cluster.weights.wire import FORM, NEWEST, READ, RUN, ModelFile, digest_of, seal_of
 
 _PIECE, _SENT_PIECE = 1 << 20, 4 << 20  # bytes of a piece; the second if the kernel sends it
 _TAKE_SECONDS = 60.0  # most seconds in which a mirror takes a piece
@@ -114,7 +114,7 @@ class WeightsApp:
     async def _send_version(self, version: int, base: str, request: _Request) -> None:
         with _opened(path_of(self._run, self._folder, version), f"version {version} is not published") as file:
             try:
-                seal = manifest_of(file)[0].seal
+                seal = seal_of(file)
             except TornPublication as torn:
                 raise _Refused(500, f"version {version}: {torn}") from torn
             form = ""

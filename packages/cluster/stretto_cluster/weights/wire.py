@@ -11,7 +11,7 @@ import xxhash
 
 from stretto.core.errors import TornPublication, naming
 from stretto.core.records import Record
-from stretto.weights.manifest import LENGTH, WeightsManifest, read_header
+from stretto.weights.manifest import LENGTH, read_header
 
 _LONGEST_HEADER = 1 << 28
 _PIECE = 1 << 20
@@ -21,9 +21,8 @@ _PIECE = 1 << 20
 RUN, NEWEST, FORM, READ = "stretto-run", "stretto-newest", "stretto-form", "stretto-read"
 
 
-def manifest_of(file: int) -> tuple[WeightsManifest, int]:
-    """Decode and check the header of an open file, given by its descriptor; returns the manifest and the offset of the
-    first tensor. The tensors are not checked.
+def seal_of(file: int) -> str:
+    """Check the header of an open file, given by its descriptor; returns its seal. The tensors are not checked.
 
     Raises:
         TornPublication: the header is incomplete, damaged, or longer than any publication's.
@@ -31,7 +30,7 @@ def manifest_of(file: int) -> tuple[WeightsManifest, int]:
     length = int.from_bytes(os.pread(file, LENGTH, 0), "little")
     if length > _LONGEST_HEADER:
         raise TornPublication(f"a header of {length} bytes, which no publication has")
-    return read_header(memoryview(os.pread(file, LENGTH + length, 0)))
+    return read_header(memoryview(os.pread(file, LENGTH + length, 0)))[0].seal
 
 
 class ModelFile(Record, frozen=True):
