@@ -149,10 +149,9 @@ class GuestEngine(HttpEngine):
         request = next(id for id, segment in sent if not _are_possible([segment], self._vocabulary))
         raise WireError(f"sent tokens of {request!r} that the model does not have, or with no log-probabilities")
 
-    def _published(self, version: int) -> int:
+    def _check_published(self, version: int) -> None:
         if version > self._newest():
             raise WireError(f"{self.name} says that it has version {version}, and the newest is {self._newest()}")
-        return version
 
     async def health(self) -> EngineHealth:
         """Ask for the engine's version, load and counters.
@@ -163,7 +162,7 @@ class GuestEngine(HttpEngine):
             DeadlineExceeded: it does not reply in time.
         """
         health = await super().health()
-        self._published(health.version)
+        self._check_published(health.version)
         return health
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
@@ -205,7 +204,7 @@ class GuestEngine(HttpEngine):
             version = await self._machine.until_mirrored(version, self._pull_seconds)
             self._pulls = False
             loaded = await super().update(version, ask)
-            self._published(loaded.version)
+            self._check_published(loaded.version)
             return loaded
         except (MachineLost, DeadlineExceeded) as loss:
             raise EngineLost(self.name, str(loss)) from None

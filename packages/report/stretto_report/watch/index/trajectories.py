@@ -13,6 +13,7 @@ import numpy as np
 
 from stretto.core.records import Outcome, Record, State, StopReason
 from stretto.core.states import OPEN
+from stretto.store.files import identity
 from stretto_report.watch.index.columns import Cache, Column, GrowingColumns
 from stretto_report.watch.index.files import LEDGER, ledger_stamp, read_ledger
 
@@ -95,7 +96,7 @@ class Trajectories:
         self._ledger = folder / LEDGER
         self.fault: str | None = None
         self._reset()
-        if (kept := cache.load(_PART, _Facts)) is not None and kept[1].ledger == _identity(self._ledger):
+        if (kept := cache.load(_PART, _Facts)) is not None and kept[1].ledger == identity(self._ledger):
             self._restore(*kept)
 
     def _reset(self) -> None:
@@ -120,7 +121,7 @@ class Trajectories:
             return False
         with read_ledger(self._folder) as connection:
             anchor = (connection.execute(_ANCHOR).fetchone() or (b"",))[0].hex()
-            if self._file != (file := _identity(self._ledger)) or (self.table.rows and self._anchor != anchor):
+            if self._file != (file := identity(self._ledger) or (0, 0)) or (self.table.rows and self._anchor != anchor):
                 self._reset()
             self._file, self._anchor = file, anchor
             last = int(self.table["key"][-1]) if self.table.rows else -1
@@ -203,11 +204,3 @@ def count_states(connection: sqlite3.Connection, folder: Path, cache: Cache) -> 
     if time.monotonic() - since >= _LONG_SECONDS:
         cache.save(_COUNTED, {}, _Counted(stamp, counts))
     return counts
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    try:
-        found = path.stat()
-    except OSError:
-        return 0, 0
-    return found.st_dev, found.st_ino
