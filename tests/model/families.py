@@ -4,6 +4,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from tests.tiny_policy import sized
+
 VOCABULARY = 30
 SLIDING = ["sliding_attention", "full_attention"]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
@@ -22,18 +24,6 @@ FAMILIES: list[Family] = [
 
 
 def config(family: str, heads: int, kv_heads: int, special: dict[str, Any] | None = None) -> PreTrainedConfig:
-    settings: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 16,
-        "intermediate_size": 48,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.15,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-    }
-    return AutoConfig.for_model(family, **settings | (special or {}))
+    shape = sized(VOCABULARY, 32, inner=48, layers=2, heads=(heads, kv_heads), head=16, max_position_embeddings=256)
+    ends = {"initializer_range": 0.15, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    return AutoConfig.for_model(family, **shape | ends | (special or {}))

@@ -80,9 +80,7 @@ def test_a_choice_on_record_outlives_what_the_cache_says(tmp_path: Path, monkeyp
     assert again == SHAPES  # once for the other run, never for the first
 
 
-def test_a_choice_that_an_earlier_version_recorded_is_never_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_choice_of_an_earlier_version_is_not_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record, ours, theirs = tmp_path / "run.json", KernelChoice("panels", 1, 1.5), KernelChoice("packed", 16, 1.2)
     for dtype, kernels in ((torch.bfloat16, GENERATION), (torch.float32, TRAINING)):
         measured(monkeypatch, ours)
@@ -115,9 +113,7 @@ def test_a_damaged_cache_is_measured_anew(content: bytes, cache: Path, monkeypat
     assert seen == SHAPES
 
 
-def test_without_a_place_for_the_cache_kernels_are_chosen_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_place_for_a_cache_kernels_are_chosen_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("STRETTO_CACHE", str(tmp_path / "file" / "below"))
     measured(monkeypatch, KernelChoice())
@@ -133,9 +129,7 @@ def test_a_measurement_offers_what_it_was_given_or_the_default(dtype: torch.dtyp
     assert measure((64, 96), dtype, TRAINING).fewest in (1, 256, 1024, 4096)  # 1: torch's own
 
 
-def test_weights_too_small_to_matter_are_not_measured_but_on_record(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_too_small_to_matter_are_recorded_unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen, record = measured(monkeypatch, KernelChoice()), tmp_path / "run.json"
     assert choose([(32, 64)], torch.float32, GENERATION, record) == {}
     assert seen == []

@@ -34,9 +34,7 @@ def test_chunks_cover_what_each_row_sees_in_order_and_once(rows: list[tuple[int,
 
 
 @given(rows=ROWS, spare=st.integers(1, 60), grain=st.sampled_from([1, 4, 64]))
-def test_no_chunk_is_longer_than_an_equal_share_of_the_spare_places(
-    rows: list[tuple[int, int]], spare: int, grain: int
-) -> None:
+def test_no_chunk_is_longer_than_a_share_of_the_spare_room(rows: list[tuple[int, int]], spare: int, grain: int) -> None:
     firsts, lengths = np.array(rows).T
     items = cut(firsts, firsts + lengths, len(rows) + spare, grain).items
     assert (items[:, 2] - items[:, 1]).max() < lengths.sum() / spare + grain

@@ -75,9 +75,7 @@ BROKEN: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("breaks", "message"), BROKEN)
-def test_weights_that_do_not_fit_their_config_are_named(
-    folder: Path, breaks: Callable[[Path], None], message: str
-) -> None:
+def test_weights_that_misfit_their_config_are_named(folder: Path, breaks: Callable[[Path], None], message: str) -> None:
     breaks(folder)
     with pytest.raises(ModelFolderError) as error:
         check_fit(inspect_model_folder(folder))

@@ -266,8 +266,7 @@ def test_a_saved_policy_is_loaded_by_transformers_with_equal_weights(folder: Pat
 
 
 def test_saving_over_a_policy_replaces_it(folder: Path) -> None:
-    policy = load_policy(folder, dtype="bfloat16")
-    save_policy(policy, folder, folder)
+    save_policy(load_policy(folder, dtype="bfloat16"), folder, folder)
     assert inspect_model_folder(folder).dtype == "bfloat16"
     assert load_policy(folder, dtype=torch.float32).dtype == torch.float32
 

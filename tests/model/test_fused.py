@@ -43,8 +43,7 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def close(found: Tensor, expected: Tensor, width: int) -> None:
     """In bfloat16 a sum in another order may round to the neighbour, and do so again in what follows."""
-    assert found.dtype == expected.dtype
-    assert found.shape == expected.shape
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     assert_close(found, expected, width if found.dtype is torch.float32 else 1, dtype=found.dtype)
 
 

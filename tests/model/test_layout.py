@@ -69,8 +69,6 @@ def test_padding_is_bounded(lengths: list[int]) -> None:
         ([4, 4, 4], [(0, 0), (0, 2), (1, 2)], "which owns fewer"),
     ],
 )
-def test_what_cannot_be_packed_is_refused(
-    lengths: list[int], prefixes: list[tuple[int, int]] | None, message: str
-) -> None:
+def test_what_cannot_pack_is_refused(lengths: list[int], prefixes: list[tuple[int, int]] | None, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         pack(lengths, prefixes=prefixes)

@@ -112,8 +112,7 @@ def test_a_cache_grows_and_shrinks_with_one_layer_there_twice_at_most() -> None:
         for row in range(16):
             cache.place(row, 100)
         (bucket,) = cache.used()
-        before = bytes_.now
-        assert before == cache.tokens_allocated() * layout.bytes_per_token == 16 * 128 * layout.bytes_per_token
+        assert bytes_.now == cache.tokens_allocated() * layout.bytes_per_token == 16 * 128 * layout.bytes_per_token
         for slots in (32, 20):
             bytes_.peak = 0
             held = bytes_.now
@@ -124,9 +123,7 @@ def test_a_cache_grows_and_shrinks_with_one_layer_there_twice_at_most() -> None:
 
 
 @pytest.mark.parametrize(("most_tokens", "capacity"), [(None, 8), (64 * 7, 7), (64 * 5, 5)])
-def test_what_is_taken_for_rows_that_come_is_spare_only_within_the_budget(
-    most_tokens: int | None, capacity: int
-) -> None:
+def test_what_is_taken_for_rows_that_come_is_spare_within_the_budget(most_tokens: int | None, capacity: int) -> None:
     """Four slots are full and one more row comes: twice as many slots, unless the budget holds fewer."""
     cache = buckets(most_tokens=most_tokens)
     for row in range(4):

@@ -2,8 +2,6 @@
 in any chunking; positions that are not wanted cost no logits, but for a filler to a length that repeats.
 """
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
@@ -12,18 +10,10 @@ from stretto.core.records import Sampling
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.model.packed.logprobs import pack_tokens, token_logprobs
 from tests.model.test_truncation import plain
+from tests.tiny_policy import sized
 from tests.tolerances import LOGITS, assert_close, operations
 
-SHAPE: dict[str, Any] = {
-    "vocab_size": 17,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "intermediate_size": 24,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
+SHAPE = sized(17, width=16, inner=24, layers=2, heads=(2, 1), max_position_embeddings=64, initializer_range=0.3)
 FORWARD, BACKWARD = (operations(SHAPE["intermediate_size"], 2, backward=back) for back in (False, True))
 SEQUENCES = [(5, 12, 4, 2), (5, 2), (1, 2, 3, 4, 5, 6, 7)]
 
@@ -62,9 +52,7 @@ def test_a_row_that_is_filled_up_has_the_values_and_the_gradients_of_its_sequenc
     together, alone = build(), build("eager")
     found = token_logprobs(together, packed, drawn()).logprobs
     rows = [alone(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1) for tokens in sequences]
-    chosen = [
-        row.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0] for row, tokens in zip(rows, sequences, strict=True)
-    ]
+    chosen = [row.gather(1, torch.tensor(ids[1:])[:, None])[:, 0] for row, ids in zip(rows, sequences, strict=True)]
     expected = torch.cat(chosen)
     assert_close(found, expected, FORWARD)
     found.mean().backward()

@@ -26,9 +26,7 @@ def pair(wide_in: int, wide_out: int, bias: bool) -> tuple[nn.Linear, nn.Linear]
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(8, 24), (24, 8), (16, 16), (7, 1)])
 @pytest.mark.parametrize("tokens", [(40,), (2, 33), (1, 3)])
-def test_values_and_gradients_are_those_of_nn_linear(
-    shape: tuple[int, int], tokens: tuple[int, ...], bias: bool
-) -> None:
+def test_values_and_gradients_are_as_of_nn_linear(shape: tuple[int, int], tokens: tuple[int, ...], bias: bool) -> None:
     plain, ours = pair(*shape, bias)
     x = torch.randn(*tokens, shape[0])
     left, right = x.clone().requires_grad_(), x.clone().requires_grad_()

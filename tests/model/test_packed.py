@@ -123,9 +123,7 @@ def test_keys_that_are_repeated_are_those_that_are_shared(rule: Rule, monkeypatc
         ("cuda", torch.bfloat16, 512, False, False),
     ],
 )
-def test_heads_are_shared_where_a_fused_kernel_can(
-    device: str, dtype: torch.dtype, width: int, masked: bool, shares: bool
-) -> None:
+def test_heads_are_shared_where_fused(device: str, dtype: torch.dtype, width: int, masked: bool, shares: bool) -> None:
     with FakeTensorMode():
         assert _shares_heads(torch.empty(1, 2, 3, width, device=device, dtype=dtype), masked) is shares
     assert [size for size in (8, 20, 64, 128, 256, 264, 512) if _flash_takes(size)] == [8, 64, 128, 256]

@@ -228,8 +228,7 @@ def test_a_loop_is_compiled_anew_if_a_process_ended_while_it_saved_the_loop(tmp_
     def told(writes: int) -> str:
         environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
         call = [sys.executable, str(program), str(writes)]
-        ended = subprocess.run(call, env=environment, check=True, capture_output=True, text=True, timeout=100)
-        return ended.stdout
+        return subprocess.run(call, env=environment, check=True, capture_output=True, text=True, timeout=100).stdout
 
     write(2)
     assert told(writes=2) == "14\n"

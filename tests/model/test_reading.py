@@ -38,10 +38,8 @@ def both(newest: np.ndarray, rule: Rule) -> list[Reading]:
 
 def test_a_row_of_one_token_takes_that_tokens_value() -> None:
     query, keys, values = drawn(1, rows=2, heads=2, kv_heads=1, width=8)
-    newest = np.array([0, 0])
-    for read in both(newest, Rule()):
-        taken = read.attend(query, keys, values, Rule())
-        assert_close(taken, values[:2, :, 0].expand(2, 2, 8))
+    for read in both(np.array([0, 0]), Rule()):
+        assert_close(read.attend(query, keys, values, Rule()), values[:2, :, 0].expand(2, 2, 8))
 
 
 def test_two_tokens_are_mixed_by_the_exponentials_of_their_scores() -> None:
@@ -50,8 +48,7 @@ def test_two_tokens_are_mixed_by_the_exponentials_of_their_scores() -> None:
     keys = torch.tensor([[[[0.0, 9.0], [float(np.log(3)), -9.0]]]])
     values = torch.tensor([[[[8.0, 0.0], [4.0, 0.0]]]])
     for read in both(np.array([1]), Rule(scaling=1.0)):
-        taken = read.attend(query, keys, values, Rule(scaling=1.0))
-        assert_close(taken, torch.tensor([[[5.0, 0.0]]]))
+        assert_close(read.attend(query, keys, values, Rule(scaling=1.0)), torch.tensor([[[5.0, 0.0]]]))
 
 
 @settings(max_examples=30, deadline=None)

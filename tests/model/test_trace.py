@@ -89,9 +89,7 @@ def test_in_bfloat16_traced_calls_round_as_the_module_does(monkeypatch: pytest.M
         ("widened", "bfloat16"),
     ],
 )
-def test_traced_calls_multiply_by_the_kernels_of_the_module(
-    kernel: Name, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_traced_calls_multiply_by_a_modules_kernels(kernel: Name, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "fuse", lambda *_: None)  # fused loops add up in another order
     policy = model(QWEN).to(getattr(torch, dtype))
     kernel = kernel if fits(kernel, getattr(torch, dtype)) else "linear"
@@ -178,8 +176,7 @@ def test_numbers_that_depend_on_the_tokens_in_other_ways_than_their_count_are_no
 
 def test_the_number_of_tokens_itself_may_stand_in_a_call() -> None:
     plain = model(QWEN)
-    odd = odd_model(_TimesTheTokens)
-    forwards = trace(odd), trace(plain)
+    forwards = trace(odd_model(_TimesTheTokens)), trace(plain)
     assert all(map(is_traced, forwards))
     ids = torch.arange(13)[None]
 

@@ -33,8 +33,7 @@ TYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16])
 
 def columns(chance: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
     """A random tensor that is the middle of a wider one."""
-    wide = torch.randn((*shape[:-1], shape[-1] + 8), generator=chance).to(DEVICE, dtype)
-    return wide[..., 3:-5]
+    return torch.randn((*shape[:-1], shape[-1] + 8), generator=chance).to(DEVICE, dtype)[..., 3:-5]
 
 
 @settings(max_examples=8, deadline=None)
@@ -106,8 +105,7 @@ def test_products_of_one_input_are_one_and_held_once(family: Family) -> None:
     before = {name: parameter.clone() for name, parameter in policy.named_parameters()}
     traced = trace(policy, KERNELS)
     graph = traced.func.__self__.graph  # type: ignore[attr-defined]
-    products = list(graph.find_nodes(op="call_function", target=functional.linear))
-    assert len(products) == 4 * 2 + 1
+    assert len(list(graph.find_nodes(op="call_function", target=functional.linear))) == 4 * 2 + 1
     assert all(torch.equal(before[name], parameter) for name, parameter in policy.named_parameters())
     mlp = policy.model.layers[0].mlp
     assert mlp.gate_proj.weight.untyped_storage().data_ptr() == mlp.up_proj.weight.untyped_storage().data_ptr()

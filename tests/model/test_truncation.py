@@ -83,8 +83,7 @@ def test_rows_with_different_settings_get_what_the_definitions_say(data: st.Data
 def test_a_nucleus_larger_than_what_is_ranked_first_is_found_and_small_ones_beside_it_too() -> None:
     width = 6 * _FIRST_RANKED
     flat = torch.linspace(0, 1e-2, width)  # nearly all of them are needed
-    steep = torch.linspace(0, 40, width)
-    logits = torch.stack([flat, steep, flat])
+    logits = torch.stack([flat, torch.linspace(0, 40, width), flat])
     settings = Truncation(np.array([0, 0, 7]), np.array([0.9, 0.9, 1.0]), np.zeros(3))
     left = (truncate(logits, settings).softmax(-1) > 0).sum(-1).tolist()
     expected = [
