@@ -43,9 +43,7 @@ max_tokens = 16
     return with_sections(TINY, folder / "recipe.toml", section, without=without)
 
 
-def test_a_killed_run_starts_its_agents_again_and_answers_them_from_the_record(
-    laboratory: Laboratory, tmp_path: Path
-) -> None:
+def test_a_killed_run_starts_its_agents_again_and_answers_from_record(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir, recipe = tmp_path / "run", recipe_of(tmp_path)
     few = ("trainer.steps=6", "rollout.batch_size=1", "rollout.max_in_flight=3", "evaluation.prompts=1")
     in_turn = ("rollout.group_size=2", "workflow.parallel=2")  # while the first group is trained on, the next begins
@@ -62,10 +60,8 @@ def test_a_killed_run_starts_its_agents_again_and_answers_them_from_the_record(
         command.end()
     (tmp_path / "wait").unlink()
     assert inspect_run(run_dir).gateway is None
-    ended = laboratory.run("train", "--resume", run_dir)
-    assert ended.code == 0, ended.out + ended.err
-    check = laboratory.run("check", run_dir)
-    assert check.code == 0, check.out + check.err
+    laboratory.run("train", "--resume", run_dir).well()
+    laboratory.run("check", run_dir).well()
     assert assert_the_law(run_dir).steps == 6
     batches = read_batches(run_dir / "ledger.sqlite", 0, 6)
     for trajectory in [one for batch in batches for group in batch.groups for one in group.trajectories]:
@@ -83,9 +79,7 @@ def test_a_killed_run_starts_its_agents_again_and_answers_them_from_the_record(
 
 def test_a_model_is_evaluated_by_its_agent(laboratory: Laboratory, tmp_path: Path) -> None:
     recipe = recipe_of(tmp_path)
-    ended = laboratory.run("eval", tmp_path / "model", "--task", recipe, "--json")
-    assert ended.code == 0, ended.err
-    assert json.loads(ended.out)["samples"] == 4
+    assert json.loads(laboratory.run("eval", tmp_path / "model", "--task", recipe, "--json").well())["samples"] == 4
     assert (tmp_path / "notes").read_text().count("\n") == 4
 
 

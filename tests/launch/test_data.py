@@ -220,9 +220,7 @@ def test_prompts_beyond_the_limit_lose_their_first_tokens(recipe: Path) -> None:
     assert plan.training[3].text == "0+0+0+1=0"
 
 
-def test_a_run_has_its_data_and_their_order_on_record_and_each_reward_by_its_name(
-    rewarded: Path, laboratory: Laboratory
-) -> None:
+def test_a_run_has_its_data_in_order_on_record_and_each_reward_by_name(rewarded: Path, laboratory: Laboratory) -> None:
     run = rewarded.parent / "run"
     rewarded.write_text(f"{RECIPE}samples = 2\nkeep_best = true\n{SET}{REWARDS}")
     laboratory.trained(run, "trainer.steps=5", recipe=rewarded)  # 10 groups, and an epoch has 3 + 6
@@ -375,8 +373,7 @@ def test_functions_of_python_get_their_names() -> None:
     config = RewardsConfig.model_validate(with_named_reward({"functions": listed}))
     module = "tests.launch.rewards_for_tests"
     assert [part.function for part in config.parts] == [f"{module}:length", "math", f"{module}:slow"]
-    assert config.path == str(Path(__file__).parents[2])
-    assert config.title == "length + math + slow"
+    assert (config.path, config.title) == (str(Path(__file__).parents[2]), "length + math + slow")
     assert config.parts[0].weight == 0.5
 
 

@@ -100,8 +100,7 @@ def test_machines_cannot_bring_engines_beside_servers_at_addresses(policy: Path)
     for cluster in ({"listen": "127.0.0.1:0"}, {"listen": "127.0.0.1:0", "placer": "given"}, {"placer": "ray"}):
         (told,) = refused(policy, engine, cluster=cluster)
         assert told.startswith("engine.addresses: is given, and machines would join with engines of their own")
-    ranks = {"ranks": 2, "remote_ranks": 1}
-    lines = refused(policy, engine, cluster={"listen": "127.0.0.1:0"}, trainer=ranks)
+    lines = refused(policy, engine, cluster={"listen": "127.0.0.1:0"}, trainer={"ranks": 2, "remote_ranks": 1})
     assert not [line for line in lines if "machines would join" in line]
 
 
@@ -124,12 +123,10 @@ def test_an_interpreter_without_the_server_is_named_with_what_it_has(
 
 @pytest.mark.parametrize("says", ["0.32.0", "0.33.0rc1", "1.0"])
 def test_an_interpreter_with_the_server_is_taken(policy: Path, tmp_path: Path, says: str) -> None:
-    engine = {"kind": "vllm", "python": interpreter(tmp_path, says)}
-    plan = make_plan(recipe_of(policy, engine))
+    plan = make_plan(recipe_of(policy, {"kind": "vllm", "python": interpreter(tmp_path, says)}))
     native = make_plan(recipe_of(policy, {}))
     more = estimate_memory(plan).engines - estimate_memory(native).engines
-    step = engine_parts(native)["step"]
-    assert more + step == 2760 << 20  # the processes of vLLM beside the adapter
+    assert more + engine_parts(native)["step"] == 2760 << 20  # the processes of vLLM beside the adapter
 
 
 def test_an_interpreter_that_is_no_program_or_never_ends_is_named(
@@ -148,8 +145,7 @@ def test_an_interpreter_that_is_no_program_or_never_ends_is_named(
 def test_a_machine_without_engines_needs_neither_their_interpreter_nor_their_attention(tmp_path: Path) -> None:
     build_policy(BuildConfig(**(BUILD | {"head_dim": 16}), context_length=32), tmp_path / "narrow", seed=1)
     engine = {"kind": "vllm", "python": "/only/where/engines/run/python", "device": "cpu"}
-    given = {"placer": "given", "listen": "127.0.0.1:0"}
-    make_plan(recipe_of(tmp_path / "narrow", engine, cluster=given))
+    make_plan(recipe_of(tmp_path / "narrow", engine, cluster={"placer": "given", "listen": "127.0.0.1:0"}))
     told = refused(tmp_path / "narrow", engine, cluster={"listen": "127.0.0.1:0"})
     assert told[0].startswith("engine.python: /only/where/engines/run/python is no program")
 
@@ -225,9 +221,7 @@ def test_an_old_server_is_named_with_the_endpoint_it_lacks_and_the_release_that_
     assert "vLLM 0.32 or newer" in told
 
 
-def test_addresses_that_nobody_answers_at_are_all_named_within_the_deadline(
-    policy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_addresses_without_an_answer_are_all_named_in_time(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_ANSWER_SECONDS", 0.2)
     with socket.socket() as silent, socket.socket() as closed:
         silent.bind(("127.0.0.1", 0))

@@ -28,9 +28,8 @@ def model(tmp_path: Path, policy: Path) -> Path:
 def test_every_number_of_an_evaluation_follows_from_the_rows_of_its_file(model: Path, laboratory: Laboratory) -> None:
     rows, data = model.parent / "rows.jsonl", model.parent / "rows.csv"
     small = ("sampling.max_tokens=3", "rewards.function=last_number")
-    ended = laboratory.run("eval", model, "--data", data, "--n", "4", "--rows", rows, "--json", *small)
-    assert ended.code == 0, ended.err
-    found, results = json.loads(ended.out), [json.loads(line) for line in rows.read_text().splitlines()]
+    printed = laboratory.run("eval", model, "--data", data, "--n", "4", "--rows", rows, "--json", *small).well()
+    found, results = json.loads(printed), [json.loads(line) for line in rows.read_text().splitlines()]
     assert (found["questions"], found["samples"], len(results)) == (5, 20, 5)
     assert [result["id"] for result in results] == [f"rows:{n}" for n in range(1, 6)]
     right = [result["outcomes"].count("right") for result in results]
@@ -66,9 +65,7 @@ def test_a_recipe_whose_engines_run_elsewhere_is_evaluated_here_while_its_run_ha
         gate.bind(("127.0.0.1", 0))
         gate.listen()
         recipe.write_text(RECIPE.format(port=gate.getsockname()[1]))
-        ended = laboratory.run("eval", model, "--task", recipe, "--json")
-    assert ended.code == 0, ended.err
-    assert json.loads(ended.out)["questions"] == 8
+        assert json.loads(laboratory.run("eval", model, "--task", recipe, "--json").well())["questions"] == 8
     assert _recipe(model, recipe, (), None).cluster == ClusterConfig(trusted_network=True)  # of servers elsewhere
 
 

@@ -132,9 +132,7 @@ def recipe(*settings: str) -> Recipe:
         ((), "trainer", False, "there is no role 'trainer'"),
     ],
 )
-def test_a_machine_is_asked_for_what_its_roles_need_when_it_joins(
-    settings: Sequence[str], kind: str, gpu: bool, said: str
-) -> None:
+def test_a_machine_is_asked_for_what_its_roles_need(settings: Sequence[str], kind: str, gpu: bool, said: str) -> None:
     found = why_not(recipe(*settings), introduction(kind=kind, gpu=gpu))
     assert (said in found) if said else (found == "")
 
@@ -163,9 +161,7 @@ def test_gpus_are_dealt_evenly_and_shared_only_where_there_are_too_few(ids: list
         (("trainer.ranks=10", "trainer.remote_ranks=9", "rollout.batch_size=16"), "rank", 9, "9 roles need 9 GPUs"),
     ],
 )
-def test_more_roles_than_gpus_are_refused_at_the_door(
-    settings: Sequence[str], kind: str, count: int, said: str
-) -> None:
+def test_more_roles_than_gpus_are_refused_at_once(settings: Sequence[str], kind: str, count: int, said: str) -> None:
     found = why_not(recipe(*settings), introduction(kind=kind, count=count, gpu=True, gpus=8))
     assert (said in found) if said else (found == "")
 
@@ -198,9 +194,7 @@ async def test_what_an_engine_held_for_its_server_is_freed_when_it_has_left(tmp_
     assert left == ["000004.weights", "engine-0-000004.held", "engine-10-000004.held"]
 
 
-async def test_an_engine_that_is_added_takes_the_seat_of_one_that_left_and_no_gpu_is_divided_again(
-    tmp_path: Path,
-) -> None:
+async def test_an_added_engine_takes_the_seat_of_one_that_left_and_no_gpu_is_divided_again(tmp_path: Path) -> None:
     class Joined(TwoEngines):
         changed, proving = print, Proving()
 

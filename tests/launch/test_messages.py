@@ -65,9 +65,7 @@ def test_an_override_is_refused_with_the_way_out(tmp_path: Path, override: str, 
         ("", ""),
     ],
 )
-def test_a_kind_that_is_left_out_is_named_and_guessed_where_only_one_has_the_keys(
-    tmp_path: Path, keys: str, guess: str
-) -> None:
+def test_a_kind_left_out_is_named_and_guessed_where_one_has_the_keys(tmp_path: Path, keys: str, guess: str) -> None:
     path = write(tmp_path, f'[model]\npath = "policy"\n[task]\n{keys}\n[trainer]\nsteps = 3\n')
     assert message(path) == f"{path}: task.kind: missing; allowed: arithmetic, dataset, jsonl, programs{guess}"
 
@@ -150,9 +148,7 @@ def test_a_pointer_of_git_lfs_is_told_by_its_name(tmp_path: Path, name: str) -> 
     assert "git lfs pull" in POINTS
 
 
-def test_a_run_that_is_not_there_is_refused_with_the_nearest_or_the_newest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_not_there_is_refused_with_near_or_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RunFolderError, match=r"nosuch: does not exist; give a run folder$"):
         RunFolder.open("nosuch")

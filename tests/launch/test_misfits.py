@@ -56,9 +56,7 @@ def refused(recipe: Recipe) -> list[str]:
 
 
 @pytest.mark.parametrize(("make", "family"), FAMILIES)
-def test_a_window_that_a_make_does_not_compute_is_refused_for_longer_sequences(
-    tmp_path: Path, make: str, family: str
-) -> None:
+def test_a_window_that_a_make_lacks_is_refused_for_longer_sequences(tmp_path: Path, make: str, family: str) -> None:
     base = inspect_model_folder(folder_of(tmp_path / "policy", family, sliding_window=WINDOW))
     recipe = recipe_of(base.path, make)
     check_window(recipe, base, WINDOW)

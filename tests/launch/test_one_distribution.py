@@ -30,9 +30,7 @@ from tests.tolerances import EXACT
         {},
     ],
 )
-def test_the_trainers_log_probabilities_are_those_that_the_engine_logged(
-    section: dict[str, object], tmp_path: Path
-) -> None:
+def test_the_trainers_logprobs_are_those_that_the_engine_logged(section: dict[str, object], tmp_path: Path) -> None:
     folder = tmp_path / "policy"
     build_policy(TINY, folder, seed=5)
     sampling = SamplingConfig.model_validate({"max_tokens": 48, **section}).record((1,))

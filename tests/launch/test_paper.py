@@ -40,9 +40,7 @@ TAKEN_ALONG = {"vllm_1gpu": SMALL, "sglang_8gpu": LARGE, "ray_2x8": LARGE}
 
 
 @pytest.mark.parametrize(("name", "model"), TAKEN_ALONG.items(), ids=TAKEN_ALONG)
-def test_a_recipe_for_gpus_is_checked_with_a_config_alone(
-    name: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_for_gpus_is_checked_by_its_config(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     check(RECIPES / f"{name}.toml", [f"model.path={model}"])
     told = capsys.readouterr().out
     assert "nothing was started" in told
@@ -126,8 +124,7 @@ VALUES = {"RECIPE": "recipe.toml", "RUN_DIR": "run", "PORT": "7420", "ENGINES": 
 
 def assert_is_a_command(words: list[str]) -> None:
     """Its options are parsed as the command line parses them; nothing runs."""
-    group = typer.main.get_command(app)
-    command = group.commands[words[0]]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app).commands[words[0]]  # type: ignore[attr-defined]
     command.make_context(words[0], words[1:])
 
 
@@ -146,8 +143,7 @@ def test_the_commands_in_a_recipe_are_commands_of_stretto(file: str, count: int)
 def test_the_recipe_for_two_machines_uses_all_of_their_gpus() -> None:
     recipe = load_recipe(RECIPES / "ray_2x8.toml")
     assert recipe.trainer.ranks + recipe.engine.count == 2 * 8
-    assert recipe.cluster.placer == "ray"
-    assert recipe.weights.medium == "http"
+    assert (recipe.cluster.placer, recipe.weights.medium) == ("ray", "http")
     with pytest.raises(RecipeError, match='"broadcast", and machines may join'):
         check(RECIPES / "ray_2x8.toml", [f"model.path={LARGE}", "weights.medium=broadcast"])
 

@@ -73,8 +73,7 @@ def test_prompts_are_read_by_the_models_tokenizer(plan_for: Planner, policy: Pat
     encode = load_tokenizer(policy).encode
     assert [prompt.token_ids for prompt in plan.training] == [encode(row["prompt"]) for row in FOUR[:3]]
     assert [prompt.id for prompt in plan.held_out] == ["4"]
-    assert plan.longest_prompt == 4
-    assert plan.sampling.stop_token_ids == (1,)
+    assert (plan.longest_prompt, plan.sampling.stop_token_ids) == (4, (1,))
     assert {shown.completion_ids for shown in plan.demonstrations} == {(3, 3, 1)}
 
 
@@ -88,9 +87,7 @@ def test_memory_is_planned_for_the_longest_trajectory(plan_for: Planner) -> None
     assert engine_parts(conversation)["cache"] > engine_parts(turn)["cache"]
 
 
-def test_a_demonstrated_answer_does_not_begin_with_what_begins_a_text(
-    plan_for: Planner, policy: Path, tmp_path: Path
-) -> None:
+def test_a_demonstrated_answer_does_not_begin_as_a_text_does(plan_for: Planner, policy: Path, tmp_path: Path) -> None:
     folder = tmp_path / "with-beginning"
     shutil.copytree(policy, folder)
     tokenizer = load_tokenizer(folder)._whole
@@ -130,9 +127,7 @@ def test_characters_that_the_model_does_not_know_are_named_together(plan_for: Pl
     assert told.endswith(".jsonl:4 and 5 more; not in the vocabulary: 'w'")
 
 
-def test_texts_are_asked_by_the_chat_template_where_the_task_says_so(
-    plan_for: Planner, policy: Path, tmp_path: Path
-) -> None:
+def test_texts_are_asked_by_the_chat_template_if_the_task_says(plan_for: Planner, policy: Path, tmp_path: Path) -> None:
     folder = tmp_path / "chatting"
     shutil.copytree(policy, folder)
     tokenizer = load_tokenizer(folder)
@@ -219,43 +214,22 @@ def test_the_engine_and_the_trainer_get_one_setting(plan_for: Planner) -> None:
 
 #: Rows (None: `FOUR`), sections, and the message, or its end.
 MISTAKES: dict[str, tuple[list[Tree] | None, Tree, str]] = {
-    "a chat without a template": (
-        [GOOD | {"prompt": [{"role": "user", "content": "3+8="}]}, GOOD],
-        {},
-        "has no chat template",
-    ),
-    "a warm start without demonstrations": (
-        [{"prompt": "3+8=", "answer": "11"}] * 2,
-        {"warm_start": {}},
-        "[warm_start]: the task has no demonstrations",
-    ),
-    "a demonstration beyond the context": (
-        [GOOD | {"demonstration": "1" * 28}, GOOD],
-        {"warm_start": {}},
-        "rows.jsonl:1: prompt and demonstration of 33 tokens; 32 fit",
-    ),
+    "a chat without a template": ([GOOD | {"prompt": [{"role": "user", "content": "3+8="}]}, GOOD], {},
+     "has no chat template"),
+    "a warm start without demonstrations": ([{"prompt": "3+8=", "answer": "11"}] * 2, {"warm_start": {}},
+     "[warm_start]: the task has no demonstrations"),
+    "a demonstration beyond the context": ([GOOD | {"demonstration": "1" * 28}, GOOD], {"warm_start": {}},
+     "rows.jsonl:1: prompt and demonstration of 33 tokens; 32 fit"),
     "more than twenty mistakes": ([GOOD | {"prompt": "1" * 17}] * 30, {}, "the task: 10 more questions like these"),
-    "answers as long as the context": (
-        None,
-        {"sampling": {"max_tokens": 32}},
-        "sampling.max_tokens = 32, and the model's context has 32 tokens",
-    ),
-    "answers longer than the cache": (
-        None,
-        {"engine": {"cache_gib": 1e-6}},
-        "engine.cache_gib: 1e-06 holds 0 tokens, and sampling.max_tokens = 16",
-    ),
-    "more likeliest tokens than there are": (
-        None,
-        {"sampling": {"max_tokens": 16, "top_k": 10_000}},
-        "sampling.top_k = 10000, and the model's vocabulary has",
-    ),
-    "ports beyond the last": (
-        None,
-        {"engine": {"transport": "tcp", "base_port": 65_535, "count": 2}},
-        "engine.base_port: 65535, and 2 engines need 2 ports from there; ports end at 65535",
-    ),
-}
+    "answers as long as the context": (None, {"sampling": {"max_tokens": 32}},
+     "sampling.max_tokens = 32, and the model's context has 32 tokens"),
+    "answers longer than the cache": (None, {"engine": {"cache_gib": 1e-6}},
+     "engine.cache_gib: 1e-06 holds 0 tokens, and sampling.max_tokens = 16"),
+    "more likeliest tokens than there are": (None, {"sampling": {"max_tokens": 16, "top_k": 10_000}},
+     "sampling.top_k = 10000, and the model's vocabulary has"),
+    "ports beyond the last": (None, {"engine": {"transport": "tcp", "base_port": 65_535, "count": 2}},
+     "engine.base_port: 65535, and 2 engines need 2 ports from there; ports end at 65535"),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("rows", "sections", "told"), MISTAKES.values(), ids=MISTAKES)
@@ -279,9 +253,7 @@ def test_a_model_that_no_engine_or_no_trainer_computes_is_refused_before_anythin
     assert told in message(plan_for, model={"path": str(folder)})
 
 
-def test_a_reward_whose_module_exits_is_refused(
-    plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reward_that_exits_is_refused(plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "unruly.py").write_text("import os; os._exit(7)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert "ended while starting: exit status 7" in message(plan_for, rewards={"function": "unruly:reward"})
@@ -316,8 +288,7 @@ def test_a_gpu_that_is_not_there_is_refused(plan_for: Planner) -> None:
 def test_a_row_that_is_asked_in_training_and_held_out_is_named_once(plan_for: Planner, tmp_path: Path) -> None:
     file = str(tmp_path / "rows.jsonl")
     task = {"kind": "jsonl", "file": file, "held_out_file": file}
-    told = message(plan_for, [GOOD, GOOD | {"prompt": "3 apples="}], task=task)
-    assert len(told.splitlines()) == 1
+    assert len(message(plan_for, [GOOD, GOOD | {"prompt": "3 apples="}], task=task).splitlines()) == 1
 
 
 def test_an_engine_waits_for_its_first_weights_as_long_as_the_trainer_may_start_and_publish(
@@ -358,9 +329,7 @@ def test_the_disk_estimate_counts_what_each_checkpoint_holds(plan_for: Planner, 
     assert judged.total - alone.total == alone.checkpoints
 
 
-def test_a_run_that_may_outgrow_its_disk_is_warned_of_with_the_key_that_shrinks_it(
-    plan_for: Planner, tmp_path: Path
-) -> None:
+def test_a_run_that_may_outgrow_its_disk_is_warned_of_with_the_key_to_it(plan_for: Planner, tmp_path: Path) -> None:
     free = estimate_disk(plan_for(), tmp_path).available
     steps = 2 * free // estimate_disk(plan_for(trainer={"steps": 1, "keep_versions": "all"}), tmp_path).policies
     many = {"steps": 4 * steps, "keep_versions": "all"}

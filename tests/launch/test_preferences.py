@@ -67,8 +67,7 @@ def test_it_learns_to_prefer_and_leaves_the_base_alone(write: Write, tmp_path: P
     assert log_ratio(tmp_path / "out") > log_ratio(tmp_path / "policy") + 1
     assert (seen[-1].step, seen[-1].steps, seen[-1].phase, seen[-1].accuracy) == (30, 30, "preferences", 1.0)
     assert seen[-1].loss < 0.3
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"policy", "pairs.jsonl", "recipe.toml", "out", "out.log"}
+    assert {path.name for path in tmp_path.iterdir()} == {"policy", "pairs.jsonl", "recipe.toml", "out", "out.log"}
 
 
 def test_another_reference_starts_with_another_loss(write: Write, tmp_path: Path) -> None:

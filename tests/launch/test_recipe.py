@@ -35,19 +35,13 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
     ("one of its section", "[rollout]\nnum_generations = 4", ["unknown key; did you mean 'group_size'?"]),
     ("a recipe of another command", "[preferences]\nbeta = 1", ["a recipe with preferences is one of `stretto dpo`"]),
     ("one of another section", "[algorithm]\nbeta = 0.1", ["did you mean 'algorithm.reference.weight'?"]),
-    (
-        "an algorithm for a loss",
-        '[algorithm]\nloss = "grpo"',
-        ["algorithm.loss: kind 'grpo' is unknown; allowed: 'decoupled_ppo', 'ppo', ", 'loss = "ppo" with advantages'],
-    ),
+    ("an algorithm for a loss", '[algorithm]\nloss = "grpo"',
+     ["algorithm.loss: kind 'grpo' is unknown; allowed: 'decoupled_ppo', 'ppo', ", 'loss = "ppo" with advantages']),
     ("DAPO", '[algorithm]\nloss = "dapo"', ["kind 'dapo' is unknown", 'loss = { kind = "ppo", clip_high = 0.28 }']),
     ("a misspelt loss", '[algorithm]\nloss = "sappo"', ["kind 'sappo' is unknown", "did you mean 'sapo'?"]),
     ("an unknown key of a union", '[task]\nkind = "jsonl"\nfile = "x"\nhold_out = 3', ["task.hold_out", "'held_out'"]),
-    (
-        "an unknown key of nothing like it",
-        "[engine]\nzzz = 1",
-        ["engine.zzz", "allowed: addresses, arguments, base_port, batching, "],
-    ),
+    ("an unknown key of nothing like it", "[engine]\nzzz = 1",
+     ["engine.zzz", "allowed: addresses, arguments, base_port, batching, "]),
     ("a text for a number", '[trainer]\nsteps = "3"', ["trainer.steps: '3'", "valid integer"]),
     ("a fraction for a count", "[trainer]\nsteps = 3.5", ["trainer.steps: 3.5", "integer"]),
     ("a bool for a number", "[trainer]\nsteps = true", ["trainer.steps: True", "valid integer"]),
@@ -56,111 +50,58 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
     ("out of range", "[trainer]\nlearning_rate = -1.0", ["trainer.learning_rate: -1.0", "greater than 0"]),
     ("not a number", "[trainer]\nlearning_rate = nan", ["trainer.learning_rate: nan", "finite number"]),
     ("an infinite deadline", "[deadlines]\nstep = inf", ["deadlines.step: inf", "finite number"]),
-    (
-        "a negative staleness",
-        "[rollout]\nmax_staleness = -1",
-        ["rollout.max_staleness: -1", "greater than or equal to 0"],
-    ),
+    ("a negative staleness", "[rollout]\nmax_staleness = -1",
+     ["rollout.max_staleness: -1", "greater than or equal to 0"]),
     ("half a version", "[rollout]\nmax_staleness = 1.5", ["rollout.max_staleness", "whole number of versions, or inf"]),
-    (
-        "staleness by itself, misspelt",
-        '[rollout]\nmax_staleness = "atuo"',
-        ["rollout.max_staleness: 'atuo'", "valid number or 'auto'"],
-    ),
-    (
-        "bounds in the wrong order",
-        '[rollout]\nmax_staleness = "auto"\nstaleness_min = 9',
-        ["rollout: staleness_min = 9 is more than staleness_max = 8", "lower the first"],
-    ),
+    ("staleness by itself, misspelt", '[rollout]\nmax_staleness = "atuo"',
+     ["rollout.max_staleness: 'atuo'", "valid number or 'auto'"]),
+    ("bounds in the wrong order", '[rollout]\nmax_staleness = "auto"\nstaleness_min = 9',
+     ["rollout: staleness_min = 9 is more than staleness_max = 8", "lower the first"]),
     ("no staleness", "[rollout]\nmax_staleness = nan", ["rollout.max_staleness: nan"]),
-    (
-        "groups in flight between bounds in the wrong order",
-        '[rollout]\nmax_in_flight = "auto"\nmax_in_flight_min = 300',
-        ["rollout: max_in_flight_min = 300 is more than max_in_flight_max = 256", "lower the first"],
-    ),
-    (
-        "groups in flight by themselves in a run that can be repeated",
-        '[rollout]\nmax_in_flight = "auto"\nmax_staleness = 0',
-        ['rollout.max_in_flight = "auto" follows what the engines tell', "give a number"],
-    ),
-    (
-        "an unknown word",
-        '[rollout]\nbeyond_bound = "drop"',
-        ["beyond_bound: 'drop'", "'train', 'wait', 'mask' or 'expire'"],
-    ),
+    ("groups in flight between bounds in the wrong order", '[rollout]\nmax_in_flight = "auto"\nmax_in_flight_min = 300',
+     ["rollout: max_in_flight_min = 300 is more than max_in_flight_max = 256", "lower the first"]),
+    ("groups in flight by themselves in a run that can be repeated",
+     '[rollout]\nmax_in_flight = "auto"\nmax_staleness = 0',
+     ['rollout.max_in_flight = "auto" follows what the engines tell', "give a number"]),
+    ("an unknown word", '[rollout]\nbeyond_bound = "drop"',
+     ["beyond_bound: 'drop'", "'train', 'wait', 'mask' or 'expire'"]),
     ("an unknown task", '[task]\nkind = "chess"', ["task", "'chess'", "'arithmetic', 'dataset', 'jsonl'"]),
     ("a task of no kind", "[task]\nfile = 'x'", ["task", "kind"]),
     ("a missing file name", '[task]\nkind = "jsonl"', ["task.file: missing"]),
     ("model and build", "[model.build]\nlayers = 1", ["model: give either model.path or [model.build]"]),
     ("a heads mismatch", "[model]\n[model.build]\nheads = 3\nkv_heads = 2", ["kv_heads = 2 does not divide heads = 3"]),
-    (
-        "more minibatches than answers",
-        "[rollout]\nbatch_size = 1\ngroup_size = 2",
-        ["minibatches = 4 is more than the 2"],
-    ),
-    (
-        "groups of one, filtered",
-        '[rollout]\ngroup_size = 1\nfilter = "zero_variance"',
-        ["group_size = 1", 'filter = "none"'],
-    ),
+    ("more minibatches than answers", "[rollout]\nbatch_size = 1\ngroup_size = 2",
+     ["minibatches = 4 is more than the 2"]),
+    ("groups of one, filtered", '[rollout]\ngroup_size = 1\nfilter = "zero_variance"',
+     ["group_size = 1", 'filter = "none"']),
     ("groups of one, compared", "[rollout]\ngroup_size = 1", ["every advantage zero", 'advantages = "batch"']),
-    (
-        "a number of another loss",
-        '[algorithm]\nloss = { kind = "sapo", clip_high = 0.3 }',
-        ["algorithm.loss.clip_high: unknown key"],
-    ),
-    (
-        "an anchor that a loss does not have",
-        '[algorithm]\nloss = { kind = "decoupled_ppo", anchor = "behavior" }',
-        ["algorithm.loss.anchor: 'behavior'", "'recomputed' or 'interpolated'"],
-    ),
-    (
-        "a correction of nothing",
-        '[algorithm]\nloss = "ppo"\ncorrection = { kind = "mask", low = 0.5, high = 2.0 }',
-        ['algorithm: loss "ppo"', 'correction "mask" does nothing', 'anchor = "recomputed", or remove the correction'],
-    ),
-    (
-        "a buffer longer than the answers",
-        "[sampling]\nmax_tokens = 16\n[algorithm.shaping]\noverlong_buffer = 17",
-        ["algorithm.shaping.overlong_buffer = 17 is more than sampling.max_tokens = 16"],
-    ),
+    ("a number of another loss", '[algorithm]\nloss = { kind = "sapo", clip_high = 0.3 }',
+     ["algorithm.loss.clip_high: unknown key"]),
+    ("an anchor that a loss does not have", '[algorithm]\nloss = { kind = "decoupled_ppo", anchor = "behavior" }',
+     ["algorithm.loss.anchor: 'behavior'", "'recomputed' or 'interpolated'"]),
+    ("a correction of nothing", '[algorithm]\nloss = "ppo"\ncorrection = { kind = "mask", low = 0.5, high = 2.0 }',
+     ['algorithm: loss "ppo"', 'correction "mask" does nothing', 'anchor = "recomputed", or remove the correction']),
+    ("a buffer longer than the answers", "[sampling]\nmax_tokens = 16\n[algorithm.shaping]\noverlong_buffer = 17",
+     ["algorithm.shaping.overlong_buffer = 17 is more than sampling.max_tokens = 16"]),
     (
         "answers that are filtered and bootstrapped",
         '[rollout]\ntruncated = "filter"\n'
         '[algorithm]\nadvantages = { kind = "gae", critic = { truncated = "bootstrap" } }',
         ['rollout.truncated = "filter"', 'critic.truncated = "bootstrap" would do nothing', 'critic.truncated = "end"'],
     ),
-    (
-        "a reference in a place that is none",
-        '[algorithm]\nreference = { into = "rewards" }',
-        ["algorithm.reference.into: 'rewards'", "'loss' or 'reward'"],
-    ),
-    (
-        "success rates that exclude each other",
-        "[rollout]\nsuccess_rate_min = 0.9\nsuccess_rate_max = 0.1",
-        ["rollout.success_rate_min = 0.9 is more than rollout.success_rate_max = 0.1"],
-    ),
+    ("a reference in a place that is none", '[algorithm]\nreference = { into = "rewards" }',
+     ["algorithm.reference.into: 'rewards'", "'loss' or 'reward'"]),
+    ("success rates that exclude each other", "[rollout]\nsuccess_rate_min = 0.9\nsuccess_rate_max = 0.1",
+     ["rollout.success_rate_min = 0.9 is more than rollout.success_rate_max = 0.1"]),
     ("too many decided", "[rollout]\nmin_group_size = 9", ["min_group_size = 9 is more than rollout.group_size = 8"]),
-    (
-        "a word that is nearly one",
-        '[engine]\nkind = "vlm"',
-        ["recipe.toml: engine.kind: 'vlm'; input should be 'native', 'vllm' or 'sglang'; did you mean 'vllm'?"],
-    ),
-    (
-        "a word that is nearly one, where a number may be too",
-        '[trainer]\nkeep_versions = "al"',
-        ["recipe.toml: trainer.keep_versions: 'al'; input should be 'all' or a valid integer"],
-    ),
-    (
-        "a Ray cluster that is no address",
-        '[cluster]\nray = "atuo"',
-        ["recipe.toml: cluster.ray: 'atuo'; allowed: auto, local or HOST:PORT; did you mean 'auto'?"],
-    ),
-    (
-        "too few policies",
-        "[trainer]\nkeep_versions = 0",
-        ["trainer.keep_versions: 0; input should be 'all' or greater than or equal to 1"],
-    ),
+    ("a word that is nearly one", '[engine]\nkind = "vlm"',
+     ["recipe.toml: engine.kind: 'vlm'; input should be 'native', 'vllm' or 'sglang'; did you mean 'vllm'?"]),
+    ("a word that is nearly one, where a number may be too", '[trainer]\nkeep_versions = "al"',
+     ["recipe.toml: trainer.keep_versions: 'al'; input should be 'all' or a valid integer"]),
+    ("a Ray cluster that is no address", '[cluster]\nray = "atuo"',
+     ["recipe.toml: cluster.ray: 'atuo'; allowed: auto, local or HOST:PORT; did you mean 'auto'?"]),
+    ("too few policies", "[trainer]\nkeep_versions = 0",
+     ["trainer.keep_versions: 0; input should be 'all' or greater than or equal to 1"]),
     ("a nucleus that is no number", "[sampling]\ntop_p = nan", ["sampling.top_p: nan", "finite"]),
     ("an empty stop text", '[sampling]\nstop = ["a", ""]', ["sampling.stop.1: ''", "at least 1 character"]),
     ("too many stop texts", f"[sampling]\nstop = {['a'] * 65}", ["sampling.stop", "at most 64 items"]),
@@ -170,7 +111,7 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
     ("a table that is a list", "[[engine]]\ncount = 1", ["engine: [{'count': 1}]", "a section is needed"]),
     ("a date for a number", "[trainer]\nsteps = 2025-01-01", ["trainer.steps", "valid integer"]),
     ("a right worth nothing", "[rewards]\nright = 0.0", ["rewards: right (0) must be greater than wrong (0)"]),
-]
+]  # fmt: skip
 
 
 def write(folder: Path, text: str | bytes) -> Path:
@@ -241,8 +182,7 @@ def test_a_recipe_that_is_not_there_is_refused_with_the_nearest_name(tmp_path: P
 
 
 def test_a_byte_order_mark_and_windows_ends_of_lines_do_no_harm(tmp_path: Path) -> None:
-    recipe = load_recipe(write(tmp_path, b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode()))
-    assert recipe.trainer.steps == 3
+    assert load_recipe(write(tmp_path, b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode())).trainer.steps == 3
 
 
 def test_overrides_replace_values_and_take_words_without_quotes(tmp_path: Path) -> None:
@@ -253,10 +193,8 @@ def test_overrides_replace_values_and_take_words_without_quotes(tmp_path: Path) 
         "trainer.learning_rate=1e-5",
     ]
     recipe = load_recipe(write(tmp_path, SMALL), overrides)
-    assert recipe.trainer.steps == 7
-    assert recipe.rollout.beyond_bound == "wait"
-    assert recipe.rollout.max_staleness == float("inf")
-    assert recipe.trainer.learning_rate == 1e-5
+    assert (recipe.trainer.steps, recipe.rollout.beyond_bound) == (7, "wait")
+    assert (recipe.rollout.max_staleness, recipe.trainer.learning_rate) == (float("inf"), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -276,8 +214,7 @@ def test_overrides_replace_values_and_take_words_without_quotes(tmp_path: Path) 
     ],
 )
 def test_an_override_that_makes_no_sense_is_refused(tmp_path: Path, override: str, expected: str) -> None:
-    path = write(tmp_path, "seed = 1\n" + SMALL)
-    assert expected in message(path, [override])
+    assert expected in message(write(tmp_path, "seed = 1\n" + SMALL), [override])
 
 
 def test_the_path_of_a_reference_is_relative_to_the_recipe_too(tmp_path: Path) -> None:

@@ -146,8 +146,7 @@ def test_a_branch_has_its_own_measurements_and_none_of_its_run(recipe: Path, tmp
     assert (found.goodput, found.goodput_roles, found.idle) == ({}, {}, {})
     assert 0 < found.rl_seconds <= found.wall_seconds <= elapsed
     assert (found.version, found.staleness.bound) == (2, 4)
-    assert found.reason == f"a replay of {run_dir} from step 1"
-    assert found.replay == replayed.branch
+    assert (found.reason, found.replay) == (f"a replay of {run_dir} from step 1", replayed.branch)
     branch = open_run(replayed.folder)
     assert (branch.accuracy, branch.evaluations) == (None, [])
     (line,) = branch.metrics

@@ -24,10 +24,6 @@ def _signals() -> Iterator[None]:
         yield
 
 
-def run(work: Coroutine[Any, Any, T]) -> T:
-    return asyncio.run(asyncio.wait_for(work, 10))
-
-
 class Sleeper:
     """Work without an end that tells whether it was put away."""
 
@@ -61,27 +57,21 @@ async def signalled(number: signal.Signals) -> AsyncIterator[StopSignal]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_a_signal_is_a_request_and_ends_what_waits(number: signal.Signals, code: int) -> None:
+async def test_a_signal_is_a_request_and_ends_what_waits(number: signal.Signals, code: int) -> None:
     sleeper = Sleeper()
-
-    async def main() -> tuple[object, int]:
-        async with signalled(number) as stopped:
-            assert (stopped.requested, stopped.exit_code) == (False, 0)
-            return await stopped.unless(sleeper.sleep()), stopped.exit_code
-
-    assert run(main()) == (None, code)
-    assert sleeper.cancelled
+    waits: Coroutine[Any, Any, object] = sleeper.sleep()
+    async with signalled(number) as stopped:
+        assert (stopped.requested, stopped.exit_code) == (False, 0)
+        assert await stopped.unless(waits) is None
+    assert (stopped.exit_code, sleeper.cancelled) == (code, True)
 
 
-def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:
+async def test_a_signal_that_is_ignored_from_the_start_stays_ignored() -> None:
     """By `nohup`, say."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-
-    async def main() -> object:
-        async with signalled(signal.SIGHUP) as stopped:
-            return await stopped.unless(after(0.1, "went on")), stopped.requested
-
-    assert run(main()) == ("went on", False)
+    async with signalled(signal.SIGHUP) as stopped:
+        assert await stopped.unless(after(0.1, "went on")) == "went on"
+    assert not stopped.requested
 
 
 async def test_work_that_is_done_first_keeps_its_result() -> None:
@@ -126,20 +116,20 @@ def test_a_second_signal_ends_a_command_with_its_code_and_nothing_more() -> None
     assert until_cut_short(after(0.0, 7)) == 7
 
 
-def test_the_first_failure_of_many_puts_the_others_away() -> None:
+async def test_the_first_failure_of_many_puts_the_others_away() -> None:
     sleeper = Sleeper()
     with pytest.raises(EngineLost):
-        run(gather_or_cancel(sleeper.sleep(), lost(), sleeper.sleep()))
+        await gather_or_cancel(sleeper.sleep(), lost(), sleeper.sleep())
     assert sleeper.cancelled
 
 
-def test_many_that_end_well_end_together() -> None:
-    assert run(gather_or_cancel(after(0.01, 1), after(0.0, 2))) == [1, 2]
+async def test_many_that_end_well_end_together() -> None:
+    assert await gather_or_cancel(after(0.01, 1), after(0.0, 2)) == [1, 2]
 
 
-def test_a_watch_goes_on_beside_the_work_and_its_failure_counts() -> None:
+async def test_a_watch_goes_on_beside_the_work_and_its_failure_counts() -> None:
     sleeper = Sleeper()
-    assert run(run_beside(sleeper.sleep(), after(0.01, "done"))) == "done"
+    assert await run_beside(sleeper.sleep(), after(0.01, "done")) == "done"
     assert sleeper.cancelled
     with pytest.raises(EngineLost):
-        run(run_beside(lost(), Sleeper().sleep()))
+        await run_beside(lost(), Sleeper().sleep())

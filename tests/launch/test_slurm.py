@@ -44,14 +44,10 @@ class Desk:
 
     def start(self, nodes: int = 3, **settings: str) -> subprocess.Popen[bytes]:
         environment = os.environ | {
-            "HOME": str(self.folder),
-            "CALLS": str(self.calls),
-            "TOKENS": str(self.folder / "tokens"),
-            "RUN_DIR": str(self.run),
-            "SLURM_JOB_ID": "17",
-            "SLURM_JOB_NODELIST": "node[1-3]",
+            "HOME": str(self.folder), "CALLS": str(self.calls), "TOKENS": str(self.folder / "tokens"),
+            "RUN_DIR": str(self.run), "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": "node[1-3]",
             "SLURM_JOB_NUM_NODES": str(nodes),
-        }
+        }  # fmt: skip
         return subprocess.Popen(["bash", SCRIPT], env=environment | settings, cwd=self.folder)
 
     def told(self) -> list[str]:
@@ -77,8 +73,7 @@ def test_the_first_node_trains_and_the_others_join_it_with_one_token(desk: Desk)
     (token,) = desk.tokens()
     assert len(bytes.fromhex(token)) == 32
     assert not [call for call in desk.told() if token in call]
-    file = Path(f"{desk.run}.token")
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert stat.S_IMODE(Path(f"{desk.run}.token").stat().st_mode) == 0o600
     desk.run.mkdir()
     (desk.run / "ledger.sqlite").touch()
     assert desk.start().wait(PATIENCE) == 0

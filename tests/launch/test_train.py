@@ -269,8 +269,7 @@ def test_the_source_of_a_part_is_found_in_packages_without_running_it(recipe: Pa
 def test_the_source_of_an_environment_is_one_of_the_parts(recipe: Path) -> None:
     (recipe.parent / "my_rooms.py").write_text("class Room: ...\n")
     workflow = WorkflowConfig(function="environment", path=str(recipe.parent), settings={"make": "my_rooms:Room"})
-    wanted = load_recipe(recipe).model_copy(update={"workflow": workflow})
-    assert list(digests_of(wanted)) == ["my_rooms:Room"]
+    assert list(digests_of(load_recipe(recipe).model_copy(update={"workflow": workflow}))) == ["my_rooms:Room"]
 
 
 def test_alarms_of_a_resumed_run_know_the_steps_that_are_not_done_again(recipe: Path) -> None:
@@ -285,8 +284,7 @@ def test_alarms_of_a_resumed_run_know_the_steps_that_are_not_done_again(recipe: 
 
 def test_a_changed_recipe_is_refused_with_every_difference(recipe: Path) -> None:
     run_dir = begin(recipe)
-    told = refusal(recipe, run_dir, "seed=2", "trainer.learning_rate=0.5", "trainer.steps=12")
-    lines = told.splitlines()
+    lines = refusal(recipe, run_dir, "seed=2", "trainer.learning_rate=0.5", "trainer.steps=12").splitlines()
     assert [line.partition("; ")[0] for line in lines] == [
         f"{run_dir}: seed: was 1 and is 2",
         f"{run_dir}: trainer.learning_rate: was 2e-05 and is 0.5",
@@ -385,8 +383,7 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused_with_both_num
 
 
 def test_a_run_writes_down_its_questions_with_their_rows(recipe: Path) -> None:
-    run_dir = begin(recipe)
-    first = json.loads((run_dir / "questions.jsonl").read_text().splitlines()[0])
+    first = json.loads((begin(recipe) / "questions.jsonl").read_text().splitlines()[0])
     assert first == {"id": "1", "prompt": "0+1=", "answer": "1", "row": f"{recipe.parent}/rows.jsonl:1", "source": ""}
 
 
@@ -431,9 +428,7 @@ def test_a_run_that_cannot_go_on_is_not_held(recipe: Path) -> None:
     assert go_on(recipe, run_dir).beginning.version == 2
 
 
-def test_a_run_without_a_folder_gets_one_with_its_recipes_name_and_the_time(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_a_folder_gets_one_by_recipe_and_time(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(recipe.parent)
     prepared = prepare(recipe, [], None, resume=False)
     prepared.folder.release()

@@ -77,9 +77,7 @@ def test_each_rank_needs_a_gpu_of_its_own(policy: Path) -> None:
         (8, 4, 4, 3, "trainer.tensor_parallel * trainer.context_parallel of at most 3"),
     ],
 )
-def test_the_remedy_keeps_ranks_of_one_share_together(
-    ranks: int, remote: int, tensor: int, gpus: int, remedy: str
-) -> None:
+def test_the_remedy_keeps_ranks_of_a_share_near(ranks: int, remote: int, tensor: int, gpus: int, remedy: str) -> None:
     (problem,) = too_many_ranks(TrainerConfig(ranks=ranks, remote_ranks=remote, tensor_parallel=tensor), gpus)
     assert problem.remedy.startswith(remedy + ", or")
 

@@ -44,14 +44,7 @@ INSPECTION: dict[str, type | tuple[type, ...] | list[str]] = {
     "multi_version": int,
     "busy": ["conductor", "engine-0", "rewards", "trainer"],
     "engines": list,
-    "weights": [
-        "medium",
-        "bytes",
-        "seconds_pull_median",
-        "seconds_pause_median",
-        "copies",
-        "seconds_publish_median",
-    ],
+    "weights": ["medium", "bytes", "seconds_pull_median", "seconds_pause_median", "copies", "seconds_publish_median"],
     "rewards": dict,
     "gateway": type(None),  # a run whose agents need one has it while it runs
     "goodput": list(CATEGORIES),
@@ -80,8 +73,7 @@ SHOWN = "logging.to=tensorboard"
 def run_dir(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("whole") / "run"
     with laboratory.train(folder, SHOWN, draws=True) as command:
-        ended = command.end()
-        assert ended.code == 0, ended.out + ended.err
+        command.end().well()
         command.assert_nothing_is_left()
     return folder
 
@@ -181,8 +173,7 @@ def test_the_balance_is_true(run_dir: Path, trajectories: list[dict[str, Any]]) 
     for state in State:
         counted = sum(trajectory["state"] == state for trajectory in trajectories)
         assert getattr(found.trajectories, state.value) == counted
-    assert found.trajectories.issued == len(trajectories)
-    assert found.trajectories.trained == STEPS * 2 * 4
+    assert (found.trajectories.issued, found.trajectories.trained) == (len(trajectories), STEPS * 2 * 4)
 
 
 def test_tokens_are_counted_as_they_are_on_record(run_dir: Path, trajectories: list[dict[str, Any]]) -> None:
@@ -190,8 +181,7 @@ def test_tokens_are_counted_as_they_are_on_record(run_dir: Path, trajectories: l
     on_record = sum(len(trajectory["token_ids"]) for trajectory in trajectories)
     ages = trained_ages(trajectories)
     within = [age for age in ages if age <= 1]  # the rest is masked: kept as context, left out of the loss
-    assert found.staleness.bound == 1
-    assert found.tokens.trained == len(within)
+    assert (found.staleness.bound, found.tokens.trained) == (1, len(within))
     assert found.staleness.histogram == {age: within.count(age) for age in sorted(set(within))}
     assert found.staleness.mean == pytest.approx(sum(within) / len(within))
     buffered = sum(len(trajectory["token_ids"]) for trajectory in trajectories if trajectory["state"] == "buffered")
@@ -205,8 +195,7 @@ def test_every_token_and_every_second_has_its_category(run_dir: Path) -> None:
     found = assert_the_law(run_dir)
     tokens = {name: category.tokens for name, category in found.goodput.items()}
     assert sum(tokens.values()) == found.tokens.generated + found.tokens.recomputed
-    assert tokens["trained"] == found.tokens.trained
-    assert tokens["recomputed"] == found.tokens.recomputed
+    assert (tokens["trained"], tokens["recomputed"]) == (found.tokens.trained, found.tokens.recomputed)
     assert tokens["generated_and_waiting"] > 0  # when the last step was done, answers were in flight
     assert tokens["expired"] == tokens["failed"] == 0
     for role, seconds in found.goodput_roles.items():
@@ -253,8 +242,7 @@ def test_export_has_exactly_the_promised_fields(trajectories: list[dict[str, Any
     ids = [trajectory["id"] for trajectory in trajectories]
     assert len(set(ids)) == len(ids)
     for trajectory in trajectories:
-        lengths = {len(trajectory[name]) for name in ("token_ids", "behavior_logprobs", "versions")}
-        assert len(lengths) == 1
+        assert len({len(trajectory[name]) for name in ("token_ids", "behavior_logprobs", "versions")}) == 1
         assert trajectory["versions"] == sorted(trajectory["versions"])
         assert trajectory["engines"] == (["engine-0"] if trajectory["token_ids"] else [])
         assert (trajectory["state"] == "trained") == (trajectory["trained_step"] is not None)
@@ -293,9 +281,7 @@ def worst(models: Sequence[PreTrainedModel], trajectories: Sequence[dict[str, An
     return max(errors)
 
 
-def test_every_token_was_sampled_by_the_version_it_is_labelled_with(
-    run_dir: Path, trajectories: list[dict[str, Any]]
-) -> None:
+def test_every_token_was_sampled_by_the_version_on_its_label(run_dir: Path, trajectories: list[dict[str, Any]]) -> None:
     models = policies(run_dir)
     assert worst(models, trajectories) < EXACT
     assert worst(models, trajectories, shift=1) > 1e-2, "the versions are too alike for this test to mean anything"

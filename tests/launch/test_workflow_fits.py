@@ -40,9 +40,7 @@ def refused(name: str, needs: WorkflowReady, tokenizer: Tokenizer, plain: str | 
 
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_each_built_in_workflow_fits_a_model_that_chats_and_none_a_model_without_words(
-    name: str, digits: Tokenizer
-) -> None:
+def test_each_built_in_workflow_fits_models_that_chat_and_none_without_words(name: str, digits: Tokenizer) -> None:
     needs = needs_of(load_workflow(name, SETTINGS.get(name, "{}")))
     assert refused(name, needs, CHATS) == []
     found = refused(name, needs, digits)

@@ -64,8 +64,7 @@ def called(folder: Path) -> list[str]:
 
 
 def check(laboratory: Laboratory, run_dir: Path) -> None:
-    ended = laboratory.run("check", run_dir)
-    assert ended.code == 0, ended.out + ended.err
+    laboratory.run("check", run_dir).well()
 
 
 def trained(run_dir: Path, steps: int) -> list[Trajectory]:
@@ -123,9 +122,7 @@ credit = "turn"
     assert sum(rewards[-3:]) / 3 > 0.7
 
 
-def test_killed_processes_cost_no_conversation_and_no_call_is_made_twice(
-    laboratory: Laboratory, tmp_path: Path
-) -> None:
+def test_killed_processes_cost_no_conversation_and_no_call_comes_twice(laboratory: Laboratory, tmp_path: Path) -> None:
     """One of two engines, which the run outlives; then the conductor, and the run is resumed."""
     run_dir, recipe = tmp_path / "run", recipe_of(tmp_path)
     with laboratory.train(run_dir, "trainer.steps=4", "engine.count=2", recipe=recipe) as command:
@@ -139,8 +136,7 @@ def test_killed_processes_cost_no_conversation_and_no_call_is_made_twice(
     assert {row["state"] for row in rows} <= {"trained", "buffered", "in_flight"}
     before = called(tmp_path)
     assert len(set(before)) == len(before)
-    ended = laboratory.run("train", "--resume", run_dir)
-    assert ended.code == 0, ended.out + ended.err
+    laboratory.run("train", "--resume", run_dir).well()
     check(laboratory, run_dir)
     assert assert_the_law(run_dir).steps == 4
     assert set(before) < set(called(tmp_path))
@@ -153,12 +149,10 @@ def test_a_model_is_evaluated_by_the_workflow(laboratory: Laboratory, run_dir: P
     assert "the workflow" not in said(run_dir)  # none of its trajectories has failed
     recipe = run_dir.with_name("recipe.toml")
     rows = tmp_path / "rows.jsonl"
-    ended = laboratory.run(
+    out = laboratory.run(
         "eval", run_dir / "policy" / "v000000", "--task", recipe, "--n", "2", "--rows", rows, "--json"
-    )
-    assert ended.code == 0, ended.err
-    found = json.loads(ended.out)
-    assert found["samples"] == 4 * 2  # of each question that the recipe evaluates, two
+    ).well()
+    assert json.loads(out)["samples"] == 4 * 2  # of each question that the recipe evaluates, two
     results = [json.loads(line) for line in rows.read_text().splitlines()]
     found_turns = [len(re.findall(r"\+[67]=", text)) for row in results for text in row["completions"]]
     assert min(found_turns) == _TURNS - 1  # what the model is told between two of them
@@ -176,8 +170,7 @@ def test_a_workflow_that_is_not_there_is_refused_before_the_run(laboratory: Labo
         (f"{module}:Ask", f"{module!r} has no 'Ask'; did you mean 'Asks'?"),
         (f"{module}:Raises", "workflow.settings.turns"),
     ):
-        ended = laboratory.run("train", recipe_of(tmp_path), f"workflow.function={value}", "--dry-run")
-        ended.refused(message)
+        laboratory.run("train", recipe_of(tmp_path), f"workflow.function={value}", "--dry-run").refused(message)
 
 
 def test_a_workflow_may_be_given_as_its_class() -> None:
