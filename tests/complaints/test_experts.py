@@ -25,6 +25,7 @@ from stretto.model.packed.logprobs import pack_tokens
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import Learner
 from tests.engine.answering import drain, request
+from tests.tiny_policy import sized
 
 PROMPTS, TOKENS = 6, 48
 #: By position of a sequence, the experts of each layer.
@@ -35,24 +36,10 @@ Experts = dict[int, tuple[frozenset[int], ...]]
 def mixture() -> PreTrainedModel:
     """16 experts, 4 of them for each token."""
     torch.manual_seed(7)
-    settings: dict[str, Any] = {"head_dim": 16}  # transformers declares none
-    config = Qwen3MoeConfig(
-        vocab_size=48,
-        hidden_size=32,
-        num_hidden_layers=4,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        intermediate_size=48,
-        moe_intermediate_size=16,
-        num_experts=16,
-        num_experts_per_tok=4,
-        max_position_embeddings=128,
-        initializer_range=0.1,
-        bos_token_id=None,
-        eos_token_id=1,
-        pad_token_id=0,
-        **settings,
-    )
+    experts = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 16}
+    ends = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    shape = sized(48, width=32, inner=48, layers=4, heads=(2, 1), head=16, **experts, **ends)
+    config = Qwen3MoeConfig(**shape, max_position_embeddings=128, initializer_range=0.1)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config).eval()
     return model
 

@@ -32,19 +32,11 @@ def evaluated(laboratory: Laboratory, run_dir: Path, *overrides: str) -> tuple[d
     """What `stretto eval` finds of the last policy, and each completion by its prompt."""
     rows = run_dir.with_name("rows.jsonl")
     words: tuple[str | Path, ...] = (
-        "eval",
-        policy(run_dir),
-        "--task",
-        run_dir / "recipe.toml",
-        "--rows",
-        rows,
-        "--json",
-        *overrides,
-    )
-    ended = laboratory.run(*words)
-    assert ended.code == 0, ended.err
+        "eval", policy(run_dir), "--task", run_dir / "recipe.toml", "--rows", rows, "--json", *overrides,
+    )  # fmt: skip
+    out = laboratory.run(*words).well()
     results = [json.loads(line) for line in rows.read_text().splitlines()]
-    return json.loads(ended.out), {result["prompt"]: result["completions"][0] for result in results}
+    return json.loads(out), {result["prompt"]: result["completions"][0] for result in results}
 
 
 def policy(run_dir: Path, version: int = STEPS) -> Path:

@@ -39,15 +39,12 @@ def reward(prompt, completion, answer):
 
 
 @pytest.mark.parametrize("groups", [GROUPS, pytest.param(125, marks=pytest.mark.long)])
-def test_what_hangs_math_verify_amid_hundreds_of_ordinary_completions_changes_none_of_their_verdicts(
-    groups: int,
-) -> None:
+def test_what_hangs_math_verify_amid_hundreds_of_ordinary_completions_changes_no_verdict_of_them(groups: int) -> None:
     ordinary = typical(groups, seed=7)
     bombs = [ScoreItem(prompt="", completion=completion, answer=gold) for gold, completion in HANGING]
 
     async def scored() -> tuple[list[list[Verdict]], list[list[Verdict]]]:
-        config = RewardsConfig(function="math", workers=2, max_consecutive_undecided=10**6)
-        async with RewardPool(config) as pool:
+        async with RewardPool(RewardsConfig(function="math", workers=2, max_consecutive_undecided=10**6)) as pool:
             quiet, workers = [await pool.score(group) for group in ordinary], pool.pids
             burst = await asyncio.gather(*(pool.score([*group, *bombs]) for group in ordinary))
             assert pool.pids == workers, "none was lost"

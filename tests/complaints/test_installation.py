@@ -18,12 +18,8 @@ def test_extras_on_the_pages_are_those_of_the_package() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = set(project["optional-dependencies"])
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
-    on_pages = {
-        name for page in pages for found in _NAMED.findall(page.read_text("utf-8")) for name in found.split(",")
-    }
-    sources = [
-        path.read_text("utf-8") for folder in ("application", "packages") for path in (ROOT / folder).rglob("*.py")
-    ]
+    on_pages = {name for page in pages for one in _NAMED.findall(page.read_text("utf-8")) for name in one.split(",")}
+    sources = [file.read_text("utf-8") for room in ("application", "packages") for file in (ROOT / room).rglob("*.py")]
     in_messages = {name for text in sources for found in _NAMED.findall(text) for name in found.split(",")} - {"extra"}
     assert on_pages | in_messages <= extras
     assert extras - on_pages <= _OF_DEVELOPERS | _BESIDE_TORCH

@@ -87,15 +87,10 @@ def test_real_processes_that_are_killed_when_an_epoch_ends_train_on_what_an_unin
     """Two epochs of 12 prompts, a third of which are easy, and a little more."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     settings = (
-        "task.prompts=12",
-        "rollout.filter=zero_variance",
-        "rollout.max_staleness=2",
-        "rewards.function=tests.complaints.rewards_by_prompt:easy_or_not",
-        "trainer.checkpoint_every=5",
-        "trainer.keep_versions=1",
-        "evaluation.prompts=1",
-        "sampling.max_tokens=16",
-    )
+        "task.prompts=12", "rollout.filter=zero_variance", "rollout.max_staleness=2",
+        "rewards.function=tests.complaints.rewards_by_prompt:easy_or_not", "trainer.checkpoint_every=5",
+        "trainer.keep_versions=1", "evaluation.prompts=1", "sampling.max_tokens=16",
+    )  # fmt: skip
     laboratory.trained(whole, *settings, "trainer.steps=12")
     uninterrupted = trained(whole, epochs=2)
     left = {prompt for _, prompt in uninterrupted}

@@ -65,8 +65,7 @@ def test_a_prompt_that_every_engine_refuses_is_given_up_each_epoch_and_the_other
     stage: Stage, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     too_long = msgspec.structs.replace(PROMPTS[_REFUSED], token_ids=(_REFUSED,) * 2 * TINY.context_length)
-    prompts = [*PROMPTS[:_REFUSED], too_long, *PROMPTS[_REFUSED + 1 :]]
-    monkeypatch.setattr("tests.loop.conducting.PROMPTS", prompts)
+    monkeypatch.setattr("tests.loop.conducting.PROMPTS", [*PROMPTS[:_REFUSED], too_long, *PROMPTS[_REFUSED + 1 :]])
     stage.fleet = RealEngine(folder=short_folder)
     stage.play(steps=20)  # of two groups: more than two epochs of the other 19 prompts
     trained = Counter(group.prompt.token_ids[0] for batch in stage.trainer.batches for group in batch.groups)
@@ -97,8 +96,7 @@ def test_whichever_process_is_stopped_and_in_the_last_evaluation_too_the_run_end
         for name in ("workflow-0", "engine-0", "trainer", "rewards-0"):
             wait_for_words(command, run_dir, f"{name} sent no heartbeat for")
         hold.unlink()
-        ended = command.end()
-        assert ended.code == 0, ended.err
+        command.end().well()
         command.assert_nothing_is_left()
     assert assert_the_law(run_dir).steps == 4
     steps, evaluations = read_metrics(run_dir / "metrics.jsonl")

@@ -82,9 +82,7 @@ def test_steps_go_on_without_the_group_that_a_judge_holds_which_is_trained_on_la
     assert oldest > 0, "none of its tokens is trained on"
 
 
-def test_what_a_judge_holds_for_too_long_is_cancelled_and_asked_again(
-    stage: Stage, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_judge_holds_too_long_is_cancelled_and_asked_anew(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     judge = Judge()
     monkeypatch.setattr("tests.loop.conducting.score", judge)
     stage.play(steps=8, max_staleness=1, beyond_bound="expire", deadlines={"batch": 5.0})

@@ -65,9 +65,7 @@ class Evaluating(Stage):
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_after_a_resume_no_token_is_older_than_its_bound_and_evaluations_have_their_version(
-    stage: Stage, bound: int
-) -> None:
+def test_after_a_resume_no_token_is_beyond_its_bound_and_evaluations_have_versions(stage: Stage, bound: int) -> None:
     run = Evaluating(stage.folder, stage.ledger)
     settings: dict[str, Any] = {"max_staleness": bound, "beyond_bound": "wait", "evaluate_every": 4}
     for kill in (5, 6, 13, 20):

@@ -21,27 +21,12 @@ MOST_PER_1000_STEPS = 2.0  # MiB, of a line of least squares
 ROWS = re.findall(r"^\| (\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", PAGE, flags=re.MULTILINE)
 #: How many threads each complaint was seen in, at least, and one that says it best.
 THREADS = {
-    1: (8, "SkyRL#1173"),
-    2: (10, "Math-Verify#65"),
-    3: (6, "NeMo-RL#3589"),
-    4: (5, "verl#7495"),
-    5: (6, "OpenRLHF#1322"),
-    6: (4, "AReaL#1290"),
-    7: (7, "verl#6719"),
-    8: (5, "Megatron-LM#4168"),
-    9: (5, "SkyRL#1852"),
-    10: (3, "slime#2176"),
-    11: (3, "prime-rl#3599"),
-    12: (2, "tinker-cookbook#943"),
-    13: (7, "simpleRL-reason#80"),
-    14: (5, "verl#3318"),
-    15: (3, "rllm#59"),
-    16: (2, "wandb#4482"),
-    17: (5, "AReaL#1388"),
-    18: (4, "EasyR1#6"),
-    19: (3, "vime#20"),
-    20: (4, "verl#7910"),
-}
+    1: (8, "SkyRL#1173"), 2: (10, "Math-Verify#65"), 3: (6, "NeMo-RL#3589"), 4: (5, "verl#7495"),
+    5: (6, "OpenRLHF#1322"), 6: (4, "AReaL#1290"), 7: (7, "verl#6719"), 8: (5, "Megatron-LM#4168"),
+    9: (5, "SkyRL#1852"), 10: (3, "slime#2176"), 11: (3, "prime-rl#3599"), 12: (2, "tinker-cookbook#943"),
+    13: (7, "simpleRL-reason#80"), 14: (5, "verl#3318"), 15: (3, "rllm#59"), 16: (2, "wandb#4482"),
+    17: (5, "AReaL#1388"), 18: (4, "EasyR1#6"), 19: (3, "vime#20"), 20: (4, "verl#7910"),
+}  # fmt: skip
 
 
 def test_all_twenty_are_there_with_their_threads() -> None:

@@ -50,8 +50,7 @@ def test_each_machine_in_turn_is_told_to_end_and_no_completion_is_lost(laborator
         told_to_end(second)
         assert said(run_dir).count(ended) == 3
         told_to_end(resumed, 128 + signal.SIGTERM)  # without an engine
-    check = laboratory.run("check", run_dir)
-    assert check.code == 0, check.out
+    laboratory.run("check", run_dir).well()
     found = assert_the_law(run_dir).trajectories
     assert found.failed == found.expired == 0
     trajectories = exported(laboratory, run_dir)
