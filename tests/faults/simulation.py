@@ -196,8 +196,7 @@ def _toml(value: object) -> str:
 
 
 def _assert_kept(world: World) -> None:
-    findings = check_run(world.folder)
-    broken = {law: found for law, found in findings.breaches.items() if found}
+    broken = {law: found for law, found in check_run(world.folder).breaches.items() if found}
     assert not broken, f"after {world.kills} kills: {broken}"
 
 

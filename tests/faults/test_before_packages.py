@@ -81,9 +81,8 @@ def test_it_is_inspected_checked_and_exported_as_before(run: Path, unpacked: Pat
         ("inspect", ["--ledger"], "ledger"),
         ("check", [], "check"),
     ):
-        ended = laboratory.run(command, run, *options)
-        assert ended.code == 0
-        now = [line.rstrip() for line in ended.out.splitlines() if line.strip() and line not in added]
+        printed = laboratory.run(command, run, *options).well()
+        now = [line.rstrip() for line in printed.splitlines() if line.strip() and line not in added]
         then = [line.rstrip() for line in (OLD / f"{file}.txt").read_text().splitlines() if line.strip()]
         assert now[-len(then) :] == then  # above them is a title, the folder's path
         assert "".join(line.strip() for line in now[: -len(then)]) in (str(run), "")
@@ -125,8 +124,7 @@ def test_a_resume_recognises_its_questions(run: Path, laboratory: Laboratory) ->
 
 @pytest.mark.long
 def test_it_is_gone_on_with(run: Path, laboratory: Laboratory) -> None:
-    ended = laboratory.run("train", run, "--resume", f"trainer.steps={STEPS + 2}")
-    assert ended.code == 0, ended.out + ended.err
+    laboratory.run("train", run, "--resume", f"trainer.steps={STEPS + 2}").well()
     assert check_run(run).kept
     laboratory.run("replay", run)
     assert_replayed(run, STEPS + 2)

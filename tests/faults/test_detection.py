@@ -43,9 +43,7 @@ def seconds_of(wait: Callable[[], None]) -> float:
     return time.monotonic() - start
 
 
-def test_what_died_is_known_within_five_seconds_and_what_hangs_after_its_deadline(
-    laboratory: Laboratory, tmp_path: Path
-) -> None:
+def test_what_died_is_known_in_five_seconds_what_hangs_at_its_deadline(laboratory: Laboratory, tmp_path: Path) -> None:
     run_dir, names = tmp_path / "run", {"trainer": "trainer", "engine": "engine-0"}
     settings = ("trainer.steps=100000", "trainer.keep_versions=1", f"deadlines.hung={HUNG}")
     with laboratory.train(run_dir, *settings) as command:
@@ -66,8 +64,7 @@ def test_what_died_is_known_within_five_seconds_and_what_hangs_after_its_deadlin
         assert seconds_of(partial(another_worker, command, worker)) < 5
         wait_for_step(command, steps_done(run_dir) + 1)
         end_well(command, laboratory, run_dir)
-    replaced = "trainer was killed by SIGKILL (out of memory?): a new one is started at version"
-    assert replaced in said(run_dir)
+    assert "trainer was killed by SIGKILL (out of memory?): a new one is started at version" in said(run_dir)
     found, trajectories = assert_the_law(run_dir), exported(laboratory, run_dir)
     assert found.trajectories.trained == found.steps * 2 * 4
     assert 0 < found.busy["engine-0"] <= 1
@@ -88,10 +85,7 @@ def test_an_engine_that_is_lost_while_the_start_is_measured_comes_back_and_a_sto
         wait_until(lambda: worked_since(run_dir, "engine-0", killed), "work of the new engine", command)
         for silent in command.processes(MODULES["engine"]):
             os.kill(silent, signal.SIGSTOP)
-        ended, seconds = command.stop(signal.SIGINT)
-        assert ended.code == 130, ended.err
-        assert seconds < 10
-        command.assert_nothing_is_left()
+        command.stopped(signal.SIGINT)
     assert Checkpoints(run_dir / "checkpoints").latest() is not None
 
 

@@ -31,8 +31,7 @@ def test_a_slow_disk_loses_nothing_and_no_role(laboratory: Laboratory, tmp_path:
     run_dir, calls = tmp_path / "run", tmp_path / "calls"
     poor = ("slow_disk", str(calls))
     with laboratory.train(run_dir, "trainer.steps=3", "deadlines.hung=3", poor=poor) as command:
-        ended = command.end()
-        assert ended.code == 0, ended.err
+        command.end().well()
         command.assert_nothing_is_left()
     assert "(DELAYED)" in calls.read_text(), "the disk was as quick as ever"
     assert_the_law(run_dir)
@@ -58,8 +57,7 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_at_once(laboratory: 
         wait_until(lambda: steps_done(disk / "run") >= 2, "step 2", command)
         fill(disk / "filler", leave=1 << 20)
         ended = command.end()
-        assert ended.code == 1, ended.out + ended.err
-        ended.says(str(tmp_path / "run"))  # the checkpoint, or the ledger if it was the first to find no room
+        ended.failed(str(tmp_path / "run"))  # the checkpoint, or the ledger if it was the first to find no room
         assert "No space left on device" in ended.err or "disk is full" in ended.err
         command.assert_nothing_is_left()
 
@@ -68,9 +66,7 @@ NEEDED = 32 + 6 + 4 + 2 + 8  # of the conductor, an engine, the trainer, a rewar
 
 
 @pytest.mark.parametrize("descriptors", [8, NEEDED - 1])
-def test_too_few_file_descriptors_are_refused_with_both_numbers(
-    laboratory: Laboratory, tmp_path: Path, descriptors: int
-) -> None:
+def test_too_few_descriptors_are_refused_by_numbers(laboratory: Laboratory, tmp_path: Path, descriptors: int) -> None:
     """With an interpreter of its own where they are too few even for its imports."""
     before = ("prlimit", f"--nofile={descriptors}") if descriptors < NEEDED - 1 else ()
     poor = ("descriptors", str(descriptors))
