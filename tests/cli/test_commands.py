@@ -21,6 +21,7 @@ from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import Recipe, load_recipe
 from stretto_report.reading.inspection import inspect_run
 from tests.launch.running import ROOT, TINY, Ended, Laboratory
+from tests.tiny_policy import sized
 
 Door = Callable[..., Ended]
 WARM = "warm_start.steps=2"
@@ -49,34 +50,22 @@ def llama(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathF
 
 def saved(kind: type[LlamaConfig] | type[Qwen2Config], tokenizer: PreTrainedTokenizerFast, folder: Path) -> Path:
     """A tiny model of another make, as its author would save it."""
-    config = kind(
-        vocab_size=400,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
+    shape = sized(400, width=32, inner=64, layers=2, heads=(4, 2), max_position_embeddings=256)
+    config = kind(**shape, bos_token_id=1, eos_token_id=2, pad_token_id=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 def accuracy(ended: Ended) -> float:
-    assert ended.code == 0, ended.err
-    return float(json.loads(ended.out)["accuracy"])
+    return float(json.loads(ended.well())["accuracy"])
 
 
 def test_sft_writes_a_folder_and_eval_measures_it(door: Door, tmp_path: Path) -> None:
     out = tmp_path / "policy"
     elsewhere = ("engine.kind=sglang", "weights.medium=broadcast", "cluster.placer=ray")  # nothing of it is needed
-    ended = door("sft", TINY, out, "warm_start.steps=30", "warm_start.batch_size=16", *elsewhere)
-    assert ended.code == 0, ended.err
-    assert f"policy written to {out}" in ended.out
+    printed = door("sft", TINY, out, "warm_start.steps=30", "warm_start.batch_size=16", *elsewhere).well()
+    assert f"policy written to {out}" in printed
     assert AutoModelForCausalLM.from_pretrained(out).config.vocab_size == len(AutoTokenizer.from_pretrained(out))
     measured = accuracy(door("eval", out, "--task", TINY, "--json"))
     assert 0 <= accuracy(door("eval", out, "--task", TINY, "--json", "rewards.function=exact_match")) < measured
@@ -86,11 +75,10 @@ def test_sft_writes_a_folder_and_eval_measures_it(door: Door, tmp_path: Path) ->
 def test_dpo_writes_a_folder_and_says_how_it_went(door: Door, llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "policy"
     small = ["preferences.steps=2", "preferences.batch_size=4", "preferences.learning_rate=1e-3"]
-    ended = door("dpo", ROOT / "recipes" / "dpo.toml", out, f"model.path={llama}", *small)
-    assert ended.code == 0, ended.err
-    assert "preferences 2/2" in ended.out
-    assert "accuracy" in ended.out
-    assert f"policy written to {out}" in ended.out
+    printed = door("dpo", ROOT / "recipes" / "dpo.toml", out, f"model.path={llama}", *small).well()
+    assert "preferences 2/2" in printed
+    assert "accuracy" in printed
+    assert f"policy written to {out}" in printed
     assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
 
 
@@ -110,9 +98,7 @@ def test_eval_asks_all_rows_of_a_file_and_says_it_in_words(door: Door, llama: Pa
         pytest.param("not_a_number", "the reward returned nan", marks=pytest.mark.long),
     ],
 )
-def test_a_reward_that_decides_nothing_ends_with_its_reason(
-    door: Door, tmp_path: Path, function: str, reason: str
-) -> None:
+def test_a_reward_that_decides_nothing_ends_with_why(door: Door, tmp_path: Path, function: str, reason: str) -> None:
     run_dir = tmp_path / "run"
     settings = ["rewards.timeout=0.1", "rewards.max_consecutive_undecided=2"]
     function = f"rewards.function=tests.launch.rewards_for_tests:{function}"
@@ -130,8 +116,7 @@ def test_an_undecided_answer_is_failed_and_never_a_zero(
     run_dir, file = tmp_path / "run", tmp_path / "out.jsonl"
     function = "rewards.function=tests.launch.rewards_for_tests:now_and_then"
     patient = "rewards.max_consecutive_undecided=1000"
-    ended = door("train", TINY, function, patient, WARM, "trainer.steps=3", "--run-dir", run_dir)
-    assert ended.code == 0, ended.err
+    door("train", TINY, function, patient, WARM, "trainer.steps=3", "--run-dir", run_dir).well()
     assert door("export", run_dir, file).code == 0
     assert door("export", run_dir).out == file.read_text()
     trajectories = [json.loads(line) for line in file.read_text().splitlines()]
@@ -162,8 +147,7 @@ def test_any_hugging_face_folder_is_trained_on_questions_from_a_file(door: Door,
     # A model that knows nothing is never right; its answers are told apart by something else.
     reward = "rewards.function=tests.launch.rewards_for_tests:length"
     small = ["trainer.steps=2", "sampling.max_tokens=12", "evaluation.prompts=8", "rollout.batch_size=2"]
-    ended = door("train", FROM_HF, f"model.path={llama}", reward, *small, "--run-dir", run_dir)
-    assert ended.code == 0, ended.err
+    door("train", FROM_HF, f"model.path={llama}", reward, *small, "--run-dir", run_dir).well()
     assert inspect_run(run_dir).steps == 2
     trained = AutoModelForCausalLM.from_pretrained(run_dir / "policy" / "v000002")
     assert trained.config.model_type == "llama"
@@ -177,8 +161,7 @@ def test_chats_are_rendered_by_the_folders_template(tokenizer: PreTrainedTokeniz
     rows = tmp_path / "rows.jsonl"
     row = {"prompt": [{"role": "user", "content": "How many?"}], "answer": 3}
     rows.write_text(f"{json.dumps(row)}\n" * 2)
-    overrides = [f"model.path={folder}", f"task.file={rows}", "task.held_out=1"]
-    plan = make_plan(load_recipe(FROM_HF, overrides))
+    plan = make_plan(load_recipe(FROM_HF, [f"model.path={folder}", f"task.file={rows}", "task.held_out=1"]))
     assert plan.tokenizer.decode(plan.training[0].token_ids) == "<user>How many?<assistant>"
 
 
@@ -192,7 +175,6 @@ def test_paths_on_the_command_line_are_relative_to_where_one_is(
     door: Door, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(llama.parent)
-    ended = door("train", FROM_HF, "model.path=policy", "--dry-run")
-    assert ended.code == 0, ended.err
-    assert f"{llama}: LlamaForCausalLM" in ended.out
-    assert "176 for training, 64 held out" in ended.out
+    out = door("train", FROM_HF, "model.path=policy", "--dry-run").well()
+    assert f"{llama}: LlamaForCausalLM" in out
+    assert "176 for training, 64 held out" in out

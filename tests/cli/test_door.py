@@ -42,10 +42,9 @@ def test_help_is_quick_and_imports_nothing_heavy() -> None:
 
 def test_help_lists_every_command(door: Door) -> None:
     for asked in ("--help", "-h"):
-        told = door(asked)
-        assert told.code == 0
-        assert not [word for word in (*COMMANDS, "STRETTO_CACHE") if word not in told.out]
-        codes = " ".join(told.out.split())
+        out = door(asked).well()
+        assert not [word for word in (*COMMANDS, "STRETTO_CACHE") if word not in out]
+        codes = " ".join(out.split())
         assert "Exit codes: 0 done; 1 failed, a law is broken, or runs differ; 2 a mistake of the user; 128+n" in codes
     assert all(door(command, "-h").code == 0 for command in COMMANDS)
 
@@ -64,8 +63,7 @@ def test_the_version_is_told(door: Door) -> None:
 def test_the_module_can_be_run_as_well() -> None:
     command = [sys.executable, "-m", "stretto_app.cli.main", "inspect", "nowhere"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 2
-    assert done.stderr == "stretto: nowhere: does not exist; give a run folder\n"
+    assert (done.returncode, done.stderr) == (2, "stretto: nowhere: does not exist; give a run folder\n")
 
 
 @pytest.mark.parametrize(
@@ -164,14 +162,11 @@ def test_what_the_system_refuses_ends_with_one_message(door: Door, tmp_path: Pat
     told.refused(f"stretto: {file / 'cache'}: the cache of", "Not a directory", "set STRETTO_CACHE")
 
 
-def test_a_dry_run_says_everything_and_starts_nothing(
-    door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dry_run_says_all_and_starts_nothing(door: Door, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    told = door("train", TINY, "rewards.function=final_answer", "--dry-run")
-    assert told.code == 0
-    assert not [part for part in ("6 steps: 12 prompts", "Qwen3ForCausalLM", "held out", "GiB") if part not in told.out]
-    assert told.out.endswith("no problems found; nothing was started\n")
+    printed = door("train", TINY, "rewards.function=final_answer", "--dry-run").well()
+    assert not [part for part in ("6 steps: 12 prompts", "Qwen3ForCausalLM", "held out", "GiB") if part not in printed]
+    assert printed.endswith("no problems found; nothing was started\n")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -195,9 +190,7 @@ def test_sft_wants_a_warm_start_and_a_new_folder(door: Door, tmp_path: Path) -> 
         (["engine.addresses=['a:1']"], "engine.addresses: is given, and only the runs and evaluations"),
     ],
 )
-def test_serve_understands_the_engines_settings_alone(
-    door: Door, tmp_path: Path, words: list[str], expected: str
-) -> None:
+def test_serve_takes_the_engines_settings_alone(door: Door, tmp_path: Path, words: list[str], expected: str) -> None:
     (tmp_path / "config.json").write_text("{}")  # paths are looked at first
     door("serve", tmp_path, *words).refused(expected)
 

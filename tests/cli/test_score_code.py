@@ -2,9 +2,11 @@
 
 Promises: lines come back in order with all they had and verdict, passed, seconds and level added; options are those of
 the sandbox; what cannot be read is named with its line before anything is run.
-"""
+
+`stretto score math` at the door: what it prints, and what it refuses."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from stretto_app.extensions.commands import score as scoring
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import Report, probe
 from stretto_verify.sandbox.walls import Walls
+from tests.launch.running import Ended
 
 SQUARE = [{"stdin": "7\n", "stdout": "49\n"}, {"stdin": "8\n", "stdout": "64\n"}]
 NEAR = {"test_list": ["assert abs(root(2) - 1.41) < 0.01"]}  # an assert with a tolerance
@@ -38,13 +41,8 @@ def test_the_options_are_those_of_the_sandbox(tmp_path: Path, monkeypatch: pytes
     options = "--cold --workers 1 --seconds 3 --completion-seconds 9 --memory 64 --lowest-level B --unsafe"
     score(tmp_path, options=tuple(options.split()))
     given = {
-        "seconds": 3,
-        "completion_seconds": 9,
-        "memory_mib": 64,
-        "warm": False,
-        "lowest_level": "B",
-        "unsafe": True,
-    }
+        "seconds": 3, "completion_seconds": 9, "memory_mib": 64, "warm": False, "lowest_level": "B", "unsafe": True,
+    }  # fmt: skip
     file = tmp_path / "completions.jsonl"
     assert asked == [(file, SandboxConfig(), 2), (file, SandboxConfig.model_validate(given), 1)]
 
@@ -110,3 +108,24 @@ def test_a_bound_beyond_what_is_allowed_is_a_mistake_of_the_user(tmp_path: Path,
     done = CliRunner().invoke(app, ["score", kind, str(tmp_path / "completions.jsonl"), option, value])
     assert done.exit_code == 2
     assert f"Invalid value for '{option}'" in done.output
+
+
+Door = Callable[..., Ended]
+
+
+def test_a_file_of_answers_comes_back_judged(door: Door, tmp_path: Path) -> None:
+    file = tmp_path / "completions.jsonl"
+    file.write_text('{"gold": "42", "completion": "It is $42$."}\n{"gold": "42", "completion": "It is not $42$."}\n')
+    told = [json.loads(line) for line in door("score", "math", file, "--workers", "1").well().splitlines()]
+    assert [list(row) for row in told] == [["gold", "completion", "verdict", "seconds", "reason"]] * 2
+    assert [row["verdict"] for row in told] == ["right", "wrong"]
+
+
+def test_bad_lines_and_bad_words_are_refused(door: Door, tmp_path: Path) -> None:
+    file = tmp_path / "completions.jsonl"
+    file.write_text('{"gold": "42", "completion": "42"}\n{"gold": "42"}\nnothing\n')
+    ended = door("score", "math", file)
+    ended.refused(f"{file}:2: Object missing required field `completion`", f"{file}:3: broken JSON")
+    assert ended.out == ""
+    door("score", "math", tmp_path / "nowhere.jsonl").refused("no such file")
+    door("score", "math", file, "--workers", "0").refused("--workers")
