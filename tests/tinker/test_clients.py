@@ -217,9 +217,7 @@ def test_the_client_with_the_fewest_open_is_begun_next(owners: list[str]) -> Non
         assert own == sorted(own)
 
 
-def test_a_client_that_asks_for_a_result_or_sends_a_heartbeat_is_not_silent(
-    backend: LocalBackend, tmp_path: Path
-) -> None:
+def test_a_client_that_asks_for_a_result_or_sends_heartbeats_is_there(backend: LocalBackend, tmp_path: Path) -> None:
     with a_client(backend, tmp_path) as (client, server):
         sampler = client.sampler(0)
         asked = client.sample(sampler, 1, [3, 4, 5, 6])

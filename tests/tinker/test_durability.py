@@ -46,9 +46,7 @@ def train(client: Client, id: str, first: int, last: int) -> list[str]:
 
 
 def results(client: Client, asked: list[str]) -> list[Any]:
-    return [
-        client.output(one).metrics if at % 2 == 0 else client.result(one)["metrics"] for at, one in enumerate(asked)
-    ]
+    return [client.output(one).metrics if not at % 2 else client.result(one)["metrics"] for at, one in enumerate(asked)]
 
 
 def final(client: Client, id: str) -> Output:
@@ -83,9 +81,7 @@ def test_a_server_killed_twice_gives_what_one_that_lives_gives(model: Path, tmp_
     assert [row.tolist() for row in end.logprobs] == [row.tolist() for row in left.logprobs]
 
 
-def test_samples_that_were_acknowledged_are_sampled_again_with_the_same_seed(
-    backend: LocalBackend, tmp_path: Path
-) -> None:
+def test_samples_that_were_acknowledged_are_sampled_again_by_their_seed(backend: LocalBackend, tmp_path: Path) -> None:
     with a_client(backend, tmp_path) as (client, server):
         sampler = client.sampler(0)
         done = client.sample(sampler, 0, [3, 4, 5], n=3, params={"max_tokens": 12})
@@ -193,9 +189,7 @@ def test_what_holds_prompts_and_a_secret_is_for_its_owner_only(tmp_path: Path) -
         place.chmod(0o644)
 
 
-def test_a_snapshot_is_on_disk_before_the_earlier_one_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_is_on_disk_before_the_last_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the two, a loss of power leaves the one that the record names: its commit is synced, after all files."""
     synced: list[Path] = []
     monkeypatch.setattr(checkpoints, "sync", synced.append)

@@ -78,9 +78,7 @@ def test_a_small_request_waits_for_a_turn_of_each_other_client_and_two_of_its_la
     quick = Client(address, f"tml-quick-{number}-{time.monotonic_ns()}")
     model, sampler = quick.create(), quick.sampler(0)
     clients = [Client(address, f"tml-large-{at}-{number}-{time.monotonic_ns()}") for at in range(len(others))]
-    asked = [
-        (client, id) for client, (kind, size) in zip(clients, others, strict=True) for id in ask(client, kind, size)
-    ]
+    asked = [(one, id) for one, (kind, size) in zip(clients, others, strict=True) for id in ask(one, kind, size)]
     computed: dict[str, int] = {}
     settled = server.worker._settled
 
@@ -137,8 +135,7 @@ def test_no_client_is_a_turn_ahead_of_another_while_both_are_busy(spells: list[t
             continue
         got = dict.fromkeys(sorted(busy), 0.0)
         for seconds in lengths:
-            lane = chooser.choose({f"lane of {one}": [one] for one in got})
-            owner = lane[-1]
+            owner = chooser.choose({f"lane of {one}": [one] for one in got})[-1]
             chooser.spent([owner], seconds)
             got[owner] += seconds
         assert max(got.values()) - min(got.values()) <= 2.0
@@ -170,8 +167,7 @@ def test_one_who_comes_when_nobody_is_there_is_not_owed_the_hours_of_others() ->
         chooser.spent(["ann"], 1.0)
     order = []
     for at in range(20):
-        lanes = {"b": ["bob"]} if at == 0 else {"a": ["ann"], "b": ["bob"]}
-        lane = chooser.choose(lanes)
+        lane = chooser.choose({"b": ["bob"]} if at == 0 else {"a": ["ann"], "b": ["bob"]})
         chooser.spent(["bob" if lane == "b" else "ann"], 1.0)
         order.append(lane)
     assert 8 <= order.count("a") <= 11

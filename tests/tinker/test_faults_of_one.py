@@ -227,12 +227,10 @@ def test_a_list_of_sessions_reads_the_checkpoints_once(address: str, monkeypatch
         return checkpoints(record, **which)
 
     first, second = Client(address, key), Client(address, key)
-    model = first.create()
-    first.save(model, 1, "one")
+    first.save(first.create(), 1, "one")
     second.opened()
     with monkeypatch.context() as patch:
         patch.setattr(Record, "checkpoints", counted)
         found = told(first.post("sessions/search", {"limit": 100}))["sessions"]
-    counts = {one["session_id"]: one["checkpoints_count"] for one in found}
-    assert counts == {first.session: 1, second.session: 0}
+    assert {one["session_id"]: one["checkpoints_count"] for one in found} == {first.session: 1, second.session: 0}
     assert reads == 1

@@ -192,8 +192,7 @@ def test_engines_of_weights_that_nobody_samples_by_are_few(backend: LocalBackend
 
 def test_a_number_of_a_sampler_that_is_in_use_is_refused(client: Client) -> None:
     client.sampler(0)
-    model = client.create()
-    failed = client.save(model, 1, None, "save_weights_for_sampler", sampling_session_seq_id=0)
+    failed = client.save(client.create(), 1, None, "save_weights_for_sampler", sampling_session_seq_id=0)
     assert "sampling_session_seq_id: 0 is another sampler already" in failed["error"]
 
 
@@ -268,9 +267,7 @@ def whole_after_a_leave(backend: LocalBackend, folder: Path, sent: set[int], how
         assert all(norm > 0 for norm in steps)
 
 
-def test_a_session_that_ends_with_work_in_flight_is_looked_after_by_the_next_server(
-    backend: LocalBackend, tmp_path: Path
-) -> None:
+def test_a_session_that_ends_with_work_in_flight_is_the_next_servers(backend: LocalBackend, tmp_path: Path) -> None:
     with a_client(backend, tmp_path) as (client, server):
         model = client.create()
         server.worker.stop()
@@ -325,8 +322,7 @@ def test_the_disk_of_a_long_session_and_of_ended_ones_is_bounded(backend: LocalB
         weights = tmp_path / "weights" / model.replace(":", "_")
         kept = {f"unnamed-{3 * at + 3}" for at in (1, 4, 5, 6, 7)} | {"kept"}
         assert {one.name for one in weights.glob("*/*")} == kept
-        gone = client.result(client.sample(samplers[0], 0, _PROMPT))
-        assert "are not there" in gone["error"]
+        assert "are not there" in client.result(client.sample(samplers[0], 0, _PROMPT))["error"]
         assert client.sampled(client.sample(samplers[7], 0, _PROMPT)).sequences
         server.worker.retire(model, "", ended=False)  # a snapshot is written, and what was fetched long ago goes
         assert leaves(server, model)
@@ -377,9 +373,7 @@ def test_a_record_that_cannot_be_read_does_not_end_the_server(
         assert isinstance(server._service, Service)
 
 
-def test_a_request_under_which_the_server_was_killed_three_times_is_given_up(
-    backend: LocalBackend, tmp_path: Path
-) -> None:
+def test_a_request_under_which_the_server_died_three_times_is_given_up(backend: LocalBackend, tmp_path: Path) -> None:
     with a_client(backend, tmp_path) as (client, server):
         model, sampler = client.create(), client.sampler(0)
         server.worker.stop()

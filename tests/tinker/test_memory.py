@@ -104,9 +104,7 @@ def test_a_model_larger_than_the_budget_is_refused_with_both_numbers_and_one_tha
         assert client.output(client.forward_backward(id, 1, data)).loss > 0
 
 
-def test_a_gradient_that_is_not_whole_is_none_after_the_model_has_left_the_memory(
-    backend: LocalBackend, tmp_path: Path
-) -> None:
+def test_a_gradient_that_is_not_whole_is_none_once_its_model_left_memory(backend: LocalBackend, tmp_path: Path) -> None:
     with serving(backend, tmp_path) as (address, server):
         client = Client(address)
         id = client.create()
@@ -168,8 +166,7 @@ def sampled_together(backend: LocalBackend, folder: Path) -> tuple[list[list[int
             id = client.create(seed=at)
             client.output(client.forward_backward(id, 1, data_for("cross_entropy", at)))
             client.result(client.step(id, 2, learning_rate=0.1))
-            path = client.save(id, 3, "kept", "save_weights_for_sampler")["path"]
-            samplers.append(client.sampler(0, path))
+            samplers.append(client.sampler(0, client.save(id, 3, "kept", "save_weights_for_sampler")["path"]))
         found = list[list[int]]()
         for turn in range(_ROUNDS):
             with held(server):
@@ -184,9 +181,7 @@ def sampled_together(backend: LocalBackend, folder: Path) -> tuple[list[list[int
 
 
 @pytest.mark.parametrize("room", [0, 2])
-def test_samplers_that_do_not_fit_together_sample_what_those_sample_that_do(
-    room: int, model: Path, tmp_path: Path
-) -> None:
+def test_samplers_that_do_not_fit_together_sample_what_others_do(room: int, model: Path, tmp_path: Path) -> None:
     """One that is larger than the budget has it alone."""
     backend = backend_with(model, 1 << 30)
     size = backend.memory_of(_SHAPE) // 5 * 2

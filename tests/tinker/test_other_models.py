@@ -41,9 +41,7 @@ def step(learner: Learner) -> str:
 
 
 @pytest.mark.parametrize(("family", "special"), [("qwen3_moe", EXPERTS), ("opt", LEARNED)])
-def test_a_whole_model_goes_on_from_its_files_bit_for_bit(
-    family: str, special: Mapping[str, Any], tmp_path: Path
-) -> None:
+def test_a_whole_model_goes_on_from_its_files_exactly(family: str, special: Mapping[str, Any], tmp_path: Path) -> None:
     backend = backend_of(build_of_family(tmp_path / "base", family, special))
     first, second = (backend.create(Shape(None)) for _ in range(2))
     begun, trained = first.digest(), step(first)
@@ -66,9 +64,7 @@ def test_files_of_a_mixture_with_another_number_of_experts_are_refused(tmp_path:
         backend.create(Shape(None)).load(folder, optimizer=False)
 
 
-def test_that_no_adapter_trains_the_experts_of_a_mixture_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_that_no_adapter_trains_a_mixtures_experts_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     backend = backend_of(build_of_family(tmp_path / "base", "qwen3_moe", EXPERTS))
     assert "no adapter trains the MLP of base, which has no linear layers" in caplog.text
     backend.check(Shape(Lora(4)))

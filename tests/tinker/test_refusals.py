@@ -190,8 +190,7 @@ def test_wrong_prompts_fail_their_own_request(client: Client) -> None:
 
 def test_what_is_not_served_says_its_name_and_why(client: Client) -> None:
     for path in ("auth/token", "create_custom_loss", "copy_weights"):
-        detail = client.post(path).json()["detail"]
-        assert detail.startswith(f"{path} is not served: ")
+        assert client.post(path).json()["detail"].startswith(f"{path} is not served: ")
     assert "no such path is known here" in client.post("tomorrow").json()["detail"]
     id = client.create()
     dimuon = {
@@ -303,8 +302,7 @@ def test_a_request_that_is_refused_has_its_number_and_those_behind_it_go_on(
     assert told(client.post(path, body))["request_id"] == asked  # it may come again
     assert client.post(path, {**body, "type": "another"}).status_code == 422
     assert client.result(client.step(id, 3))["metrics"]["grad_norm"] > 0
-    foreign = Client(address, "tml-foreign").post(path, {**body, "seq_id": 4})
-    assert foreign.status_code in (400, 404)
+    assert Client(address, "tml-foreign").post(path, {**body, "seq_id": 4}).status_code in (400, 404)
     assert client.output(client.forward_backward(id, 4, _GOOD)).loss > 0
 
 

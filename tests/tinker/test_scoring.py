@@ -170,9 +170,7 @@ def test_short_prompts_are_scored_together_up_to_a_piece(sampler: Sampler, piece
     assert pieces == [2, 2, 2]
 
 
-def test_few_long_prompts_are_begun_at_once_and_each_client_gets_its_turn(
-    sampler: Sampler, pieces: list[int], plain: Any
-) -> None:
+def test_few_long_prompts_begin_at_once_and_clients_have_turns(sampler: Sampler, pieces: list[int], plain: Any) -> None:
     clients = [f"client {at}" for at in range(6)]
     for owner in clients:
         for at in range(2):

@@ -137,9 +137,7 @@ def test_gradients_of_several_requests_are_one_gradient(client: Client, model: P
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_several_targets_a_position_are_scored_and_weighed(
-    client: Client, id: str, model: Path, tmp_path: Path
-) -> None:
+def test_several_targets_a_place_are_scored_and_weighed(client: Client, id: str, model: Path, tmp_path: Path) -> None:
     plain = Plain(model, adapters_of(client, id, 1, tmp_path))
     tokens, targets = [3, 4, 5, 6], [[3, 4, 5], [4, 5, 6], [5, 6, 7], [6, 7, 8]]
     weights = np.linspace(0, 1, 12, dtype=np.float32).reshape(4, 3)
