@@ -126,9 +126,7 @@ def test_a_setting_of_sampling_that_would_do_nothing_is_refused(
         *(("export", "thesis.txt"), ("adapters", "model.txt")),
     ],
 )
-def test_what_is_no_part_of_a_model_is_never_replaced_by_one(
-    folder: Path, tmp_path: Path, act: str, other: str
-) -> None:
+def test_what_is_no_part_of_a_model_is_not_replaced_by_one(folder: Path, tmp_path: Path, act: str, other: str) -> None:
     place = tmp_path / "place"
     (place / "checkpoints").mkdir(parents=True)
     (place / other).write_text("mine") if other != "checkpoints" else (place / other / "mine").write_text("mine")
@@ -224,9 +222,7 @@ def test_tokens_of_another_tokenizer_are_refused_by_scheduler_and_trainer(
         ({"versions": (-1, 0)}, "a negative token or version"),
     ],
 )
-def test_numbers_that_no_engine_gives_do_not_come_on_record(
-    tmp_path: Path, numbers: dict[str, Any], message: str
-) -> None:
+def test_numbers_that_no_engine_gives_are_not_recorded(tmp_path: Path, numbers: dict[str, Any], message: str) -> None:
     with stretto.Ledger(tmp_path) as ledger:
         made, ticket = scheduler(ledger=ledger)
         with pytest.raises(stretto.DataError, match=message):

@@ -22,8 +22,7 @@ def test_at_the_end_each_coroutine_is_cancelled_and_runs_to_its_end() -> None:
             await asyncio.sleep(0)
             ended.append(number)
 
-    futures = [thread.start(wait(number)) for number in range(3)]
-    for _ in futures:
+    for _ in [thread.start(wait(number)) for number in range(3)]:
         assert waiting.acquire(timeout=10)
     thread._end()
     assert sorted(ended) == [0, 1, 2]

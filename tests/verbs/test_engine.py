@@ -31,6 +31,7 @@ from stretto.core.errors import EngineLost, TornPublication
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy, save_policy
 from stretto_verbs.background import background
+from tests.asynchronous import until
 from tests.launch.running import wait_until
 from tests.tiny_policy import TINY
 from tests.verbs.plain import plain_model
@@ -62,16 +63,13 @@ def scored(trainer: stretto.Trainer, tokens: tuple[int, ...]) -> tuple[float, ..
     return trainer.forward([stretto.Datum(tokens[:-1], tokens[1:])]).logprobs[0]
 
 
-def test_new_weights_interrupt_completions_and_each_token_is_of_its_version(
-    folder: Path, after: stretto.Trainer
-) -> None:
+def test_new_weights_interrupt_completions_each_token_is_of_its_version(folder: Path, after: stretto.Trainer) -> None:
     engine, before = stretto.Engine.load(folder, cache_gib=0.05), stretto.Trainer(folder)
     future = engine.submit(PROMPT, n=8, max_tokens=90, seed=1, stop_token_ids=())
 
     async def change() -> None:
         """In the thread of the engine: between two steps, and in mid-completion whatever else the machine does."""
-        while generated(engine) < 80:
-            await asyncio.sleep(0)
+        await until(lambda: generated(engine) >= 80, 0)
         await cast(Any, engine._source).update(after.weights())
 
     background().call(change())
@@ -381,8 +379,7 @@ def test_after_a_kill_a_conversation_goes_on_after_the_turns_on_record(folder: P
             talk = loop.submit(conversations, engine, ticket)
 
             async def kill() -> None:
-                while generated(engine) < tokens and not talk.done():
-                    await asyncio.sleep(0)
+                await until(lambda: generated(engine) >= tokens or talk.done(), 0)
                 await cast(Any, engine._tickets)._kept()
                 shutil.copytree(ledger.folder, left)
 

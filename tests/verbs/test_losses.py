@@ -184,8 +184,7 @@ def test_a_sequence_may_fill_the_context_of_learned_positions(tmp_path: Path, lo
     model, total = plain_model(folder), torch.zeros(())
     data = [stretto.Datum(tuple(range(2, 2 + length)), tuple(range(3, 3 + length))) for length in (16, 15, 3)]
     trainer = stretto.Trainer(folder, micro_batch_tokens=capacity)
-    found = trainer.forward_backward(data, loss, aggregation="sum")
-    for datum, ours in zip(data, found.logprobs, strict=True):
+    for datum, ours in zip(data, trainer.forward_backward(data, loss, aggregation="sum").logprobs, strict=True):
         theirs = plain_logprobs(model, datum)
         assert ours == pytest.approx(theirs.tolist(), abs=TOLERANCE)
         total = total - theirs.sum()
@@ -271,9 +270,7 @@ def test_likelihood_does_not_look_at_a_proximal_policy(folder: Path, data: list[
     assert largest_error(gradients(anchored), gradients(plain)) == 0.0
 
 
-def test_completions_are_as_long_as_those_of_an_engine_unless_it_is_said(
-    folder: Path, data: list[stretto.Datum]
-) -> None:
+def test_completions_are_as_long_as_an_engines_unless_it_is_said(folder: Path, data: list[stretto.Datum]) -> None:
     longest = inspect.signature(stretto.Engine.generate).parameters["max_tokens"].default
     silent = stretto.Trainer(folder)
     told, doubled = (stretto.Trainer(folder, sampling={"max_tokens": most}) for most in (longest, 2 * longest))

@@ -28,49 +28,25 @@ def trainer(folder: Path) -> stretto.Trainer:
 @pytest.mark.parametrize(
     ("data", "loss", "settings", "message"),
     [
-        (
-            [stretto.Datum.of((2, 3), (4, 99))],
-            None,
-            {},
-            r"data\[0\].targets: token 99 is not in this model's vocabulary",
-        ),
+        ([stretto.Datum.of((2, 3), (4, 99))], None, {},
+         r"data\[0\].targets: token 99 is not in this model's vocabulary"),
         ([TOLD, stretto.Datum((2, 3), (3,))], None, {}, r"data\[1\].targets: 1 values; 2 are needed, one a token"),
         ([stretto.Datum((), ())], None, {}, r"data\[0\].token_ids: 0 tokens; 1 to 192, the context of the model"),
         ([TOLD], "ppo", {}, r'data\[0\].logprobs: is missing; the loss "ppo" needs it: those that the engine gave'),
         ([stretto.Datum((2,), (3,), (float("nan"),))], None, {}, r"data\[0\].weights: nan; finite numbers are needed"),
-        (
-            [stretto.Datum((2, 3), ((3, 4), (5,)))],
-            None,
-            {},
-            r"data\[0\].targets: \(5,\); a number for each position, or for each a row of K of them",
-        ),
+        ([stretto.Datum((2, 3), ((3, 4), (5,)))], None, {},
+         r"data\[0\].targets: \(5,\); a number for each position, or for each a row of K of them"),
         ([stretto.Datum((2,), ((3, 99),))], None, {}, r"data\[0\].targets: token 99 is not in this model's vocabulary"),
-        (
-            [stretto.Datum((2,), ((3, 4),), (1.0,))],
-            None,
-            {},
-            r"data\[0\].weights: 1.0; a number for each position, or for each a row of K of them",
-        ),
-        (
-            [stretto.Datum((2,), ((3, 4),), logprobs=(-1.0,), advantages=(1.0,))],
-            "ppo",
-            {},
-            r'data\[0\].targets: 2 for each position; the loss "ppo" knows one',
-        ),
+        ([stretto.Datum((2,), ((3, 4),), (1.0,))], None, {},
+         r"data\[0\].weights: 1.0; a number for each position, or for each a row of K of them"),
+        ([stretto.Datum((2,), ((3, 4),), logprobs=(-1.0,), advantages=(1.0,))], "ppo", {},
+         r'data\[0\].targets: 2 for each position; the loss "ppo" knows one'),
         (None, None, {}, r"forward_backward: data: None; `Scheduler.take` has no batch yet: call it again later"),
         ([3], None, {}, r"data\[0\]: is a int; give a stretto.Datum"),
-        (
-            [SAMPLED],
-            "dpo",
-            {},
-            r"forward_backward: loss: kind 'dpo' is unknown; .*; DPO learns from pairs, by `stretto",
-        ),
-        (
-            [SAMPLED],
-            "sft",
-            {},
-            r"loss: kind 'sft' is unknown; .*; demonstrations are learnt by .* \"cross_entropy\" of",
-        ),
+        ([SAMPLED], "dpo", {},
+         r"forward_backward: loss: kind 'dpo' is unknown; .*; DPO learns from pairs, by `stretto"),
+        ([SAMPLED], "sft", {},
+         r"loss: kind 'sft' is unknown; .*; demonstrations are learnt by .* \"cross_entropy\" of"),
         ([SAMPLED], "poo", {}, r"forward_backward: loss: kind 'poo' is unknown.*did you mean 'ppo'\?"),
         ([SAMPLED], "ppo", {"agregation": "sum"}, r"forward_backward: agregation: unknown key; did you mean 'agg"),
         ([SAMPLED], "ppo", {"advantages": "group"}, r"advantages: is for a batch of groups, .*; leave it out"),
@@ -88,7 +64,7 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
     ],
     ids=range(28),
-)
+)  # fmt: skip
 def test_data_and_losses(
     trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str
 ) -> None:

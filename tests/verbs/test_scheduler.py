@@ -51,8 +51,7 @@ def loop(scheduler: stretto.Scheduler, steps: int, draw: random.Random) -> list[
 
 @pytest.mark.parametrize("policy", ["wait", "mask", "expire"])
 def test_no_token_is_trained_beyond_the_bound(policy: str) -> None:
-    scheduler = stretto.Scheduler(PROMPTS, beyond_bound=policy, **BOUNDS)
-    batches = loop(scheduler, 40, random.Random(1))
+    batches = loop(stretto.Scheduler(PROMPTS, beyond_bound=policy, **BOUNDS), 40, random.Random(1))
     assert [batch.version for batch in batches] == list(range(40))
     ages = Counter(
         batch.version - version
@@ -119,25 +118,19 @@ def test_turns_that_were_given_are_no_part_of_what_was_sampled() -> None:
     assert second.reward == 0
 
 
-def test_coroutines_wait_for_tickets_and_batches() -> None:
-    async def run() -> list[int]:
-        scheduler = stretto.Scheduler(PROMPTS, batch_size=2, group_size=1, max_staleness=1)
-        order = list[int]()
+async def test_coroutines_wait_for_tickets_and_batches() -> None:
+    scheduler = stretto.Scheduler(PROMPTS, batch_size=2, group_size=1, max_staleness=1)
 
-        async def generate() -> None:
-            async for ticket in scheduler.tickets():
-                await asyncio.sleep(0)
-                scheduler.finish(ticket, [said(scheduler.version)], [1.0])
+    async def generate() -> None:
+        async for ticket in scheduler.tickets():
+            await asyncio.sleep(0)
+            scheduler.finish(ticket, [said(scheduler.version)], [1.0])
 
-        generating = asyncio.create_task(generate())
-        for _ in range(5):
-            batch = await asyncio.wait_for(scheduler.batch(), 5)
-            order.append(batch.version)
-            scheduler.advance(batch.version + 1)
-        generating.cancel()
-        return order
-
-    assert asyncio.run(run()) == list(range(5))
+    generating = asyncio.create_task(generate())
+    for version in range(5):
+        assert (await asyncio.wait_for(scheduler.batch(), 5)).version == version
+        scheduler.advance(version + 1)
+    generating.cancel()
 
 
 def test_a_scheduler_and_a_ledger_need_no_torch(tmp_path: Path) -> None:

@@ -166,9 +166,7 @@ def changes(draw: st.DrawFn) -> tuple[list[Any], dict[str, Any]]:
 
 
 @given(change=changes(), finished=st.integers(0, 5))
-def test_a_ledger_goes_on_as_it_began_or_says_what_differs(
-    change: tuple[list[Any], dict[str, Any]], finished: int
-) -> None:
+def test_a_ledger_goes_on_as_begun_or_says_the_change(change: tuple[list[Any], dict[str, Any]], finished: int) -> None:
     prompts, given_settings = change
     with tempfile.TemporaryDirectory() as folder:
         with stretto.Ledger(folder) as ledger:
@@ -192,8 +190,7 @@ def test_a_ledger_goes_on_as_it_began_or_says_what_differs(
 def test_a_ledger_without_a_group_may_begin_with_other_prompts(tmp_path: Path) -> None:
     with stretto.Ledger(tmp_path) as ledger:
         stretto.Scheduler(PROMPTS[1:], ledger=ledger, seed=5, **BOUNDS)
-        scheduler = stretto.Scheduler(PROMPTS, ledger=ledger, **BOUNDS)
-        assert scheduler.admit() is not None
+        assert stretto.Scheduler(PROMPTS, ledger=ledger, **BOUNDS).admit() is not None
         with pytest.raises(stretto.RunFolderError, match="was begun with other prompts, or in another order"):
             stretto.Scheduler(PROMPTS[1:], ledger=ledger, **BOUNDS)
 

@@ -143,9 +143,7 @@ def test_adapters_of_one_model_are_trained_apart(folder: Path, data: list[strett
     assert first.weights().bytes < second.weights().bytes  # adapters alone, of another rank
 
 
-def test_saved_adapters_go_on_beside_their_own_base_alone(
-    folder: Path, data: list[stretto.Datum], tmp_path: Path
-) -> None:
+def test_saved_adapters_go_on_beside_their_base_alone(folder: Path, data: list[stretto.Datum], tmp_path: Path) -> None:
     build_policy(TINY, tmp_path / "other", seed=2)  # of the same shapes and tokenizer
     trainer = stretto.Trainer(folder, lora=4)
     trainer.forward_backward(data)

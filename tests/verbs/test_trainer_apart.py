@@ -212,8 +212,7 @@ def test_a_killed_one_is_told_and_gives_its_folder_back(
     apart.save(tmp_path)
     [pid] = apart.pids
     long = [*data] * 2_000
-    killer = threading.Timer(0.5, os.kill, (pid, signal.SIGKILL))
-    killer.start()
+    threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
     began = time.monotonic()
 
     def train() -> None:
