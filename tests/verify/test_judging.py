@@ -201,9 +201,7 @@ def test_every_bad_line_is_named_and_nothing_is_judged(
 
 
 @pytest.mark.parametrize(("text", "told"), [("", "no rows"), (None, "cannot be read")])
-def test_a_file_without_rows_is_a_mistake(
-    text: str | None, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_rows_are_a_mistake(text: str | None, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     if text is not None:
         (tmp_path / "rows.jsonl").write_text(text)
     assert main(["code", str(tmp_path / "rows.jsonl")]) == 2

@@ -97,7 +97,5 @@ APPS = {"inputs": ["3\n"], "outputs": ["3\n"]}
         ([{"stdin": "3", "stdout": "3"}], "print(float(input()))", False),
     ],
 )
-def test_rows_of_others_are_judged_as_their_graders_judge_them(
-    judge: CodeReward, tests: Any, answer: str, right: bool
-) -> None:
+def test_rows_of_others_are_judged_as_their_graders_do(judge: CodeReward, tests: Any, answer: str, right: bool) -> None:
     assert judge.judge(answer, parse_tests(tests)).right == right

@@ -4,7 +4,6 @@ Promises: right when every test passes, wrong when one does not, undecided when 
 no forgery passes, however it tries to look right: it is told the inputs and nothing of what is expected.
 """
 
-import asyncio
 import contextlib
 import json
 import os
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from stretto.core.records import Outcome, Verdict
+from stretto.core.records import Outcome
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
@@ -238,8 +237,7 @@ def test_the_prelude_stands_before_a_program_of_the_public_sets(judge: CodeRewar
     ],
 )
 def test_the_prelude_hides_nothing_and_may_stand_before_any_program(judge: CodeReward, answer: str) -> None:
-    tests = parse_tests({"fn_name": "f", "inputs": [[3]], "outputs": [5]})
-    assert judge.judge(answer, tests) == Judgement(1, 1)
+    assert judge.judge(answer, parse_tests({"fn_name": "f", "inputs": [[3]], "outputs": [5]})) == Judgement(1, 1)
 
 
 HUMANEVAL = {
@@ -300,17 +298,13 @@ def left_behind() -> set[Path]:
     return {path for path in groups if not Path("/proc", path.name.split("-")[1]).exists()}
 
 
-def test_the_workers_of_a_run_judge_programs_and_leave_no_control_group_when_they_are_killed() -> None:
+async def test_the_workers_of_a_run_judge_programs_and_leave_no_control_group_when_they_are_killed() -> None:
     gold = json.dumps([{"stdin": "7", "stdout": "49"}])
     asked = [("print(49)", gold), ("print(48)", gold), ("print(49)", "nonsense"), ("print(49)", "[]")]
-
-    async def scored() -> list[Verdict]:
-        async with RewardPool(RewardsConfig(function="code", code=CONFIG)) as pool:
-            assert pool.facts["sandbox"].startswith("sandbox level ")
-            return await pool.score([ScoreItem(prompt="", completion=text, answer=gold) for text, gold in asked])
-
     before = left_behind()
-    verdicts = asyncio.run(asyncio.wait_for(scored(), 60))
+    async with RewardPool(RewardsConfig(function="code", code=CONFIG)) as pool:
+        assert pool.facts["sandbox"].startswith("sandbox level ")
+        verdicts = await pool.score([ScoreItem(prompt="", completion=text, answer=gold) for text, gold in asked])
     undecided = [Outcome.UNDECIDED] * 2
     assert [verdict.outcome for verdict in verdicts] == [Outcome.RIGHT, Outcome.WRONG, *undecided]
     assert verdicts[3].reason == "there are no tests"

@@ -3,12 +3,11 @@
 Promises: none of them is right, and every good completion among them is; no worker is lost for good.
 """
 
-import asyncio
 import time
 
 import pytest
 
-from stretto.core.records import Outcome, Verdict
+from stretto.core.records import Outcome
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.pool import RewardPool
 from stretto.rewards.service.wire import ScoreItem
@@ -56,16 +55,11 @@ def good(count: int) -> list[ScoreItem]:
     return [ScoreItem(prompt="", completion=answer, answer=gold) for gold, answer in (GOOD * count)[:count]]
 
 
-def test_bombs_among_good_completions_cost_no_good_one_and_no_slot() -> None:
+async def test_bombs_among_good_completions_cost_no_good_one_and_no_slot() -> None:
     bombs = [ScoreItem(prompt="", completion=bomb, answer="42") for bomb in BOMBS.values()]
     mixed = [item for at in range(len(bombs)) for item in (bombs[at % len(bombs)], *good(3))]
-
-    async def scored() -> tuple[list[Verdict], list[Verdict]]:
-        config = RewardsConfig(function="math", workers=2, max_consecutive_undecided=10**6)
-        async with RewardPool(config) as pool:
-            return await pool.score(mixed), await pool.score(good(100))
-
-    verdicts, after = asyncio.run(scored())
+    async with RewardPool(RewardsConfig(function="math", workers=2, max_consecutive_undecided=10**6)) as pool:
+        verdicts, after = await pool.score(mixed), await pool.score(good(100))
     assert [verdict.outcome for at, verdict in enumerate(verdicts) if at % 4] == [Outcome.RIGHT] * 3 * len(bombs)
     assert not any(verdict.outcome is Outcome.RIGHT for verdict in verdicts[::4])
     assert [verdict.outcome for verdict in after] == [Outcome.RIGHT] * 100

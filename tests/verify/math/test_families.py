@@ -43,9 +43,7 @@ NAMES = [("x", "y"), ("a", "b"), ("m", "n"), ("p", "q"), ("x_1", "x_2")]
 
 @few
 @given(small, small, st.sampled_from(NAMES))
-def test_values_belong_to_their_names_in_whatever_order_they_are_told(
-    one: int, other: int, names: tuple[str, str]
-) -> None:
+def test_values_belong_to_their_names_in_whatever_order(one: int, other: int, names: tuple[str, str]) -> None:
     assume(one != other)
     a, b = names
     told = ["{0}={2}, {1}={3}", "$({0},{1})=({2},{3})$", "{0}={2} and {1}={3}"]

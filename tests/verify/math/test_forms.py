@@ -20,20 +20,8 @@ from tests.verify.tables import sections
 #: Subjects: right for the gold answer "«s» is «a»" (S), for "«a»" too (s), for neither (-); «o» is another name.
 FORMS = sections("math_forms.txt")
 NAMES = ["Ann", "Ben", "Tom", "Maria", "Alice", "Bob", "Carlos", "Mei", "Omar", "Priya"]
-WORDS = [
-    "green",
-    "red",
-    "blue",
-    "odd",
-    "convergent",
-    "Paris",
-    "London",
-    "triangle",
-    "parabola",
-    "Monday",
-    "Friday",
-    "increasing",
-]
+WORDS = ["green", "red", "blue", "odd", "convergent", "Paris", "London", "triangle", "parabola", "Monday", "Friday"]
+WORDS += ["increasing"]
 
 
 class Case(NamedTuple):

@@ -93,9 +93,7 @@ def plural(name: str) -> str:
 
 @settings(max_examples=60)
 @given(st.integers(2, 999), powers, chances)
-def test_an_amount_is_right_in_every_spelling_of_its_unit_and_without_it(
-    number: int, unit: Powers, chance: object
-) -> None:
+def test_an_amount_is_right_in_each_spelling_of_its_unit_and_alone(number: int, unit: Powers, chance: object) -> None:
     told = spellings(unit)
     gold = f"{number}{chance.choice(told)}"  # type: ignore[attr-defined]
     assert [text for text in told if not right(gold, boxed(f"{number}{text}"))] == []
@@ -117,9 +115,7 @@ CHANGES = ["power", "factor", "side", "case"]
 
 @settings(max_examples=120)
 @given(st.integers(2, 999), powers, st.sampled_from([*UNITS]), st.sampled_from(CHANGES), chances)
-def test_a_unit_that_is_nearly_the_same_is_another(
-    number: int, unit: Powers, name: str, change: str, chance: object
-) -> None:
+def test_a_unit_nearly_the_same_is_another(number: int, unit: Powers, name: str, change: str, chance: object) -> None:
     one = unit
     other, first = {**one}, next(iter(one))
     if change == "power":

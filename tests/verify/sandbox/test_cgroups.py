@@ -32,8 +32,7 @@ def test_version_2_is_found_where_both_controllers_are_handed_down(tmp_path: Pat
     own = tmp_path / "v2" / "user.slice"
     own.mkdir(parents=True)
     (own / "cgroup.subtree_control").write_text("cpu memory pids\n")
-    mounts = f"cgroup2 {tmp_path}/v2 cgroup2 rw 0 0\n"
-    [hierarchy] = find_hierarchies(proc(tmp_path, "0::/user.slice\n", mounts))
+    [hierarchy] = find_hierarchies(proc(tmp_path, "0::/user.slice\n", f"cgroup2 {tmp_path}/v2 cgroup2 rw 0 0\n"))
     assert hierarchy.folder == own
     assert set(hierarchy.files) == {"memory.max", "memory.swap.max", "pids.max"}
     (own / "cgroup.subtree_control").write_text("cpu\n")

@@ -65,9 +65,7 @@ class Interrupted(Exception):
     """Raised by a signal's handler, as KeyboardInterrupt is."""
 
 
-def test_after_an_interrupted_run_the_next_program_gets_its_own_end(
-    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_an_interrupted_run_the_next_has_its_own_end(sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise Interrupted
 
@@ -127,9 +125,7 @@ def test_a_program_is_a_script(sandbox: Sandbox) -> None:
     assert run(sandbox, source).output == b"Point(x=3) ['program.py']\nthread\nlast\n"
 
 
-def test_what_is_run_before_and_after_a_program_is_of_its_module_and_its_first_line_stays_the_first(
-    sandbox: Sandbox,
-) -> None:
+def test_what_is_run_around_a_program_is_of_its_module_and_its_first_line_stays_the_first(sandbox: Sandbox) -> None:
     task = {
         "before": "import math\nx = 1",
         "source": "from __future__ import annotations\ndef f(n: Unknown): return math.sqrt(n) + x",
@@ -210,8 +206,7 @@ def test_modules_cannot_be_shadowed_by_files(sandbox: Sandbox) -> None:
 def test_calls_are_made_with_the_arguments_and_their_results_come_back(sandbox: Sandbox) -> None:
     source = "def f(x, y=0): print('noise'); return [x, (y,), {1: x}, {'k': {y}}]\ndef g(): return open\n"
     calls = [{"name": "f", "args": [1, 2]}, {"name": "g", "args": []}, {"name": "h", "args": []}]
-    task = {"source": source, "calls": calls}
-    ended = sandbox.run(task, b"", 5.0)
+    ended = sandbox.run({"source": source, "calls": calls}, b"", 5.0)
     assert ended.output.decode().splitlines() == [
         '{"value": [1, {"\\u0000tuple": [2]}, {"\\u0000dict": [[1, 1]]}, {"k": {"\\u0000set": [2]}}]}',
         '{"error": "TypeError: a builtin_function_or_method is no result that a test can expect"}',
