@@ -81,5 +81,4 @@ def test_the_reason_of_what_is_undecided_outlives_the_cache(tmp_path: Path) -> N
     steps = Steps(tmp_path / "metrics.jsonl", Cache(tmp_path / "cache"))
     steps.advance()
     steps.keep()
-    again = Steps(tmp_path / "metrics.jsonl", Cache(tmp_path / "cache"))
-    assert again.undecided_reason == "timeout after 1 s"
+    assert Steps(tmp_path / "metrics.jsonl", Cache(tmp_path / "cache")).undecided_reason == "timeout after 1 s"

@@ -151,9 +151,7 @@ def test_inspect_knows_the_steps_of_the_recipe_and_leaves_a_bad_line_out(
     assert "; the 1 steps that are left will write about 4096.00 GiB" in alarm["message"]
 
 
-def test_neither_the_password_nor_the_token_is_where_others_can_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neither_password_nor_token_is_where_others_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "runs").mkdir()
     browser, seen = tmp_path / "browser", tmp_path / "seen"
     browser.write_text(f'#!/bin/sh\nf="${{1#file://}}"\n(echo "$1"; stat -c %a "$f"; cat "$f") > {seen}\n')

@@ -83,8 +83,7 @@ def test_the_pages_are_small() -> None:
 
 def test_the_licences_of_what_is_bundled_are_beside_it() -> None:
     licences = (STATIC / "licences.txt").read_text(encoding="utf-8")
-    dependencies = json.loads((WEB / "package.json").read_text(encoding="utf-8"))["dependencies"]
-    for name in {*BUNDLED, *dependencies}:
+    for name in {*BUNDLED, *json.loads((WEB / "package.json").read_text(encoding="utf-8"))["dependencies"]}:
         assert re.search(rf"^{re.escape(name)} [\d.]+ \(MIT\)$", licences, flags=re.MULTILINE), name
 
 
@@ -118,9 +117,7 @@ def test_the_lock_file_names_no_host() -> None:
 
 
 def test_every_curve_says_whether_it_is_good() -> None:
-    sources = "".join(
-        (WEB / "src" / "data" / f"{name}.ts").read_text(encoding="utf-8") for name in ("curves", "further")
-    )
+    sources = "".join((WEB / "src" / "data" / f"{name}.ts").read_text("utf-8") for name in ("curves", "further"))
     told = set(re.findall(r"^  '?([\w.]+)'?: ['`\"][^'`\"]+", sources, re.MULTILINE))
     page = json.loads((WEB / "src" / "data" / "sentences.json").read_text(encoding="utf-8"))
     curves = {*_NUMBERS, *DERIVED, *_MAPS, *(name for name in page if name.startswith("trainer."))}
@@ -137,24 +134,11 @@ def test_the_sentences_below_the_curves_are_those_of_the_page_of_metrics() -> No
 
 #: The record that the server sends for a type of web/src/data/api.ts.
 RECORDS: dict[str, type[msgspec.Struct]] = {
-    "Alarm": Alarm,
-    "AskedPrompt": PromptCount,
-    "Branch": BranchLine,
-    "DiffToken": OneToken,
-    "EngineLine": Membership,
-    "Group": ShownGroup,
-    "Health": Health,
-    "LifeEvent": LifeEvent,
-    "Repeats": Repeats,
-    "Replay": ReplayState,
-    "RunLine": RunSummary,
-    "Segment": ShownSegment,
-    "Tiles": Tiles,
-    "TokenColumns": TokenColumns,
-    "TrainingSums": TrainingSums,
-    "TrajectoryLine": TableRow,
-    "TrajectoryPage": Page,
-}
+    "Alarm": Alarm, "AskedPrompt": PromptCount, "Branch": BranchLine, "DiffToken": OneToken, "EngineLine": Membership,
+    "Group": ShownGroup, "Health": Health, "LifeEvent": LifeEvent, "Repeats": Repeats, "Replay": ReplayState,
+    "RunLine": RunSummary, "Segment": ShownSegment, "Tiles": Tiles, "TokenColumns": TokenColumns,
+    "TrainingSums": TrainingSums, "TrajectoryLine": TableRow, "TrajectoryPage": Page,
+}  # fmt: skip
 ALIASES = {"Column": "list", "States": "object"}
 
 

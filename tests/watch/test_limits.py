@@ -7,7 +7,6 @@ process; what is the matter with one run, one line or one file of the cache leav
 is read once, a ledger opened once for a row; an alarm of a running run ends with it.
 """
 
-import asyncio
 import os
 import shutil
 import socket
@@ -62,9 +61,7 @@ def _steps(path: Path, *steps: int) -> Steps:
     return table
 
 
-def test_wrong_secrets_wait_for_each_other_wherever_they_are(
-    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_secrets_wait_for_each_other_everywhere(client: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     cookie = f"stretto-watch-{client.base_url.port}=guess"
     asked = [("/api/runs", {"authorization": "Bearer guess"}), ("/?token=guess", {}), ("/api/runs", {"cookie": cookie})]
     monkeypatch.setattr("stretto_report.watch.web.guard._WRONG_SECONDS", 0.2)
@@ -93,18 +90,15 @@ def test_those_who_guess_do_not_shut_out_who_knows(monkeypatch: pytest.MonkeyPat
         assert len(guard._wrong._waiters or ()) <= 3, "those who were turned out wait no longer"
 
 
-def test_the_names_of_the_machine_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_names_of_the_machine_are_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard(Response("inner"), "secret", 80, HostNames(loopback=False))
     name = socket.gethostname()
     monkeypatch.delattr(socket, "getfqdn")
     monkeypatch.delattr(socket, "gethostname")
-
-    async def ask(host: str) -> int:
+    for host, status in ((name, 200), ("elsewhere.example", 403)):
         async with httpx.AsyncClient(transport=httpx.ASGITransport(guard)) as asking:
             headers = {"host": host, "authorization": "Bearer secret"}
-            return (await asking.get("http://here/api/runs", headers=headers)).status_code
-
-    assert [asyncio.run(ask(host)) for host in (name, "elsewhere.example")] == [200, 403]
+            assert (await asking.get("http://here/api/runs", headers=headers)).status_code == status
 
 
 def test_a_second_comparison_is_refused_while_one_is_made(tmp_path: Path) -> None:
@@ -191,8 +185,7 @@ def test_a_number_that_no_column_can_hold_leaves_the_lines_beside_it(tmp_path: P
 
 def test_of_too_many_runs_the_newest_are_shown_and_the_others_counted(tmp_path: Path) -> None:
     for age, name in enumerate(("new", "middle", "old")):
-        path = write_run(tmp_path / "runs" / name)
-        os.utime(path / "recipe.toml", (1e9 - age, 1e9 - age))
+        os.utime(write_run(tmp_path / "runs" / name) / "recipe.toml", (1e9 - age, 1e9 - age))
     found = list_page(Catalog([tmp_path / "runs"], tmp_path / "cache", most_runs=2))
     assert ([row.name for row in found["runs"]], found["left_out"]) == (["new", "middle"], 1)
     with serving(tmp_path / "runs", tmp_path / "cache") as client:
@@ -233,8 +226,7 @@ def test_runs_that_are_only_followed_hold_a_bounded_number_of_bytes(tmp_path: Pa
             assert "event: trajectories" in lines  # its tables are read
             with client.stream("GET", second) as other:
                 assert "event: trajectories" in other.iter_lines()
-                given_up = pool.submit(lambda: "event: standing" in lines)
-                assert given_up.result(20)
+                assert pool.submit(lambda: "event: standing" in lines).result(20)
 
 
 def test_a_run_that_has_gone_while_tables_are_given_up_is_left_out(tmp_path: Path) -> None:
@@ -296,9 +288,7 @@ def test_what_the_dashboard_refuses_is_in_the_tree_of_errors() -> None:
     assert [kind for kind in own if not issubclass(kind, StrettoError)] == []
 
 
-def test_trajectories_are_counted_once_while_the_ledger_stays_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trajectories_are_counted_once_while_a_ledger_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trajectories_module, "_LONG_SECONDS", 0.0)  # as if there were a million of them
     path, cache, asked = write_run(tmp_path / "run"), Cache(tmp_path / "cache.sqlite"), list[str]()
 

@@ -94,9 +94,7 @@ def test_a_dead_run_says_the_last_error_of_its_roles_and_raises_an_alarm(tmp_pat
     assert [*logs_of(path)] == ["run", "rewards-0"]  # a link is not followed
 
 
-def test_a_log_that_is_removed_while_the_logs_are_read_hides_no_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_log_that_is_removed_in_a_reading_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_run(tmp_path / "run", log=LOG)
     (path / "logs").mkdir(exist_ok=True)
     (path / "logs" / "trainer.txt").write_text("step 1\n")
@@ -214,8 +212,7 @@ def test_a_window_of_tokens_is_cut_where_it_says(client: httpx.Client, first: st
 
 
 def test_one_in_flight_shows_the_tokens_that_are_journaled(client: httpx.Client, first: str) -> None:
-    found = client.get(f"{first}/trajectories/1.a.0/0").json()
-    assert found["segments"][0]["tokens"]["fate"] == ["pending"] * 3
+    assert client.get(f"{first}/trajectories/1.a.0/0").json()["segments"][0]["tokens"]["fate"] == ["pending"] * 3
     assert client.get(f"{first}/trajectories/1.a.0/1").json()["segments"] == []
 
 
@@ -225,8 +222,7 @@ def test_a_recorded_run_has_its_text_token_by_token(tmp_path: Path) -> None:
         (run,) = client.get("/api/runs").json()["runs"]
         assert (run["state"], run["step"], run["accuracy"]) == ("finished", 6, 0.5625)
         found = client.get(f"{address}/trajectories/0.56.0/0").json()
-        pieces = found["segments"][0]["tokens"]["text"]
-        assert "".join(pieces).removesuffix("</s>").startswith(found["text"])
+        assert "".join(found["segments"][0]["tokens"]["text"]).removesuffix("</s>").startswith(found["text"])
         assert "".join(found["prompt_tokens"]["text"]) == "6+0+3+0="
 
 
@@ -357,8 +353,7 @@ def test_a_run_is_followed_through_steps_a_rewind_and_its_death(tmp_path: Path) 
             assert next(name for name, _ in seen if name == "reset")
             assert client.get(f"{address}/series").json()["steps"] == 1
         folder.release()
-        last = next(data for name, data in seen if name == "run" and data["state"] != "running")
-        assert last["state"] == "dead"
+        assert next(data for name, data in seen if name == "run" and data["state"] != "running")["state"] == "dead"
         seen.close()  # type: ignore[attr-defined]
 
 
@@ -387,8 +382,7 @@ def test_the_canary_is_a_series_of_each_engine_and_of_the_worst(client: httpx.Cl
     names = client.get(first).json()["series"]
     assert [name for name in names if "canary" in name] == ["canary", "canary.engine-0", "canary.engine-1"]
     found = client.get(f"{first}/series", params={"names": "canary,canary.engine-0"}).json()["series"]
-    assert found["canary"]["mean"] == [0.05, 0.05]
-    assert found["canary.engine-0"]["mean"] == [0.04, 0.04]
+    assert (found["canary"]["mean"], found["canary.engine-0"]["mean"]) == ([0.05, 0.05], [0.04, 0.04])
 
 
 def test_health_has_the_proofs_of_the_engines_by_version(client: httpx.Client, first: str) -> None:

@@ -174,8 +174,7 @@ def test_one_runs_at_a_time_until_it_is_stopped_or_its_time_is_over(
 
 def test_a_replay_ends_with_the_server(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "first")
-    own = Replays(tmp_path / "replays", (sys.executable, "-c", SLEEPING))
-    with alone(tmp_path, own) as (client, run):
+    with alone(tmp_path, Replays(tmp_path / "replays", (sys.executable, "-c", SLEEPING))) as (client, run):
         assert client.post(f"{run}/replay", json={}).status_code == 200
         process = int(_until(client, log="--out")["log"].split()[0])
         os.kill(process, 0)
@@ -186,8 +185,7 @@ def test_a_replay_ends_with_the_server(tmp_path: Path) -> None:
 
 def test_a_replay_that_fails_leaves_what_its_log_names(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "first")
-    own = Replays(tmp_path / "replays", (sys.executable, "-c", FAILING))
-    with alone(tmp_path, own) as (client, run):
+    with alone(tmp_path, Replays(tmp_path / "replays", (sys.executable, "-c", FAILING))) as (client, run):
         assert client.post(f"{run}/replay", json={}).status_code == 200
         named = Path(_until(client, state="failed")["log"].split()[-1])
     assert named.read_text() == "the reason"
@@ -222,9 +220,7 @@ def test_a_replay_makes_a_branch_beside_its_run_and_leaves_the_run_as_it_was(
         assert client.post(f"/api/runs/{run['id']}/replay", json=order).status_code == 200
         wait_until(lambda: asked.exists() and asked.read_bytes().endswith(b"]"), "the order")
         words = json.loads(asked.read_text())
-        replayed = laboratory.run(*words)
-        assert replayed.code == 0, replayed.err
-        assert "steps 1 to 6 of" in replayed.out
+        assert "steps 1 to 6 of" in laboratory.run(*words).well()
         (Path(words[-2].removeprefix("--out=")) / "ended").touch()
         made = _until(client, state="done")
         until = time.monotonic() + 100
@@ -246,12 +242,7 @@ def test_a_replay_makes_a_branch_beside_its_run_and_leaves_the_run_as_it_was(
 def test_replays_are_not_put_into_a_run(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run")
     given: dict[str, Any] = {
-        "host": "127.0.0.1",
-        "port": 0,
-        "token": "T",
-        "password": None,
-        "opens": False,
-        "say": print,
-    }
+        "host": "127.0.0.1", "port": 0, "token": "T", "password": None, "opens": False, "say": print,
+    }  # fmt: skip
     with pytest.raises(RunFolderError, match="writes into no run"):
         watch([tmp_path], **given, replays=path / "replays")

@@ -34,9 +34,7 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {path.name: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
-def test_a_finished_run_is_shown_with_its_state_and_not_touched(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_run_is_shown_with_state_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "first")
     before = contents(run)
     watch_in_terminal([run], stay)
@@ -70,9 +68,7 @@ def test_a_run_that_grows_and_dies_is_followed_to_its_end(tmp_path: Path, capsys
     assert waits == [0.5, 0.5]
 
 
-def test_a_run_that_goes_on_from_an_earlier_step_is_shown_from_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_goes_back_is_shown_from_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = write_run(tmp_path / "first")
     held, waits = lock.acquire(run), list[float]()
 
@@ -152,9 +148,7 @@ def on_a_terminal(run: Path, columns: int, language: dict[str, str], leave: str)
 @pytest.mark.parametrize(
     ("columns", "language", "leave"), [(100, {"LANG": "C.UTF-8"}, "q"), (40, {"LANG": "C"}, "Ctrl-C")]
 )
-def test_a_terminal_gets_the_view_until_it_is_left(
-    tmp_path: Path, columns: int, language: dict[str, str], leave: str
-) -> None:
+def test_a_terminal_has_the_view_until_left(tmp_path: Path, columns: int, language: dict[str, str], leave: str) -> None:
     run = write_run(tmp_path / "first", log=LOG)
     held = lock.acquire(run)
     with ledger_at(run / "ledger.sqlite"):  # as the run has it open
