@@ -26,11 +26,7 @@ measurements = st.fixed_dictionaries(
     },
 )
 states = st.builds(
-    AdaptiveBound,
-    bound=st.integers(1, 12),
-    mismatch=st.floats(0.0, 2.0),
-    held=st.integers(0, 4),
-    probing=st.booleans(),
+    AdaptiveBound, bound=st.integers(1, 12), mismatch=st.floats(0.0, 2.0), held=st.integers(0, 4), probing=st.booleans()
 )
 
 

@@ -41,8 +41,7 @@ def test_the_value_is_pythons_and_every_running_value_is_a_digit(seed: int) -> N
 @given(seed=st.integers(0, 2**32), rate=st.sampled_from([0.0, 0.3, 0.9]))
 def test_every_step_of_a_demonstration_is_a_chain_of_digits(seed: int, rate: float) -> None:
     chain = chain_of(seed)
-    shown = TASK.model_copy(update={"mistake_rate": rate}).demonstration(chain, random.Random(seed))
-    steps = shown.split("=")
+    steps = TASK.model_copy(update={"mistake_rate": rate}).demonstration(chain, random.Random(seed)).split("=")
     assert len(steps) == len(chain.operands) - 1
     assert all(0 <= eval(step) <= 9 for step in steps)
     assert rate or int(steps[-1]) == chain.value
@@ -59,9 +58,7 @@ def test_mistakes_happen_as_often_as_they_should() -> None:
 def test_demonstrations_may_have_a_flatter_tail_than_the_questions() -> None:
     flatter = TASK.model_copy(update={"demonstration_decay": 1.0, "prompts": 2000, "demonstrations": 2000})
     questions = flatter.questions(1)
-    asked, shown = (
-        [len(question.text) for question in some] for some in (questions.training, questions.demonstrations)
-    )
+    asked, shown = ([len(one.text) for one in some] for some in (questions.training, questions.demonstrations))
     assert sum(shown) / len(shown) > 1.3 * sum(asked) / len(asked)
     assert max(asked) <= max(shown)
 

@@ -63,15 +63,13 @@ def test_without_a_bound_nothing_waits_and_nothing_is_masked() -> None:
 
 
 def test_masking_names_the_oldest_version_that_may_be_learned_from() -> None:
-    finished = [group("a", 0, versions=(0, 3), bound=2), group("b", 4, bound=2)]
-    choice = choose("mask", facts(finished, [], version=5))
+    choice = choose("mask", facts([group("a", 0, versions=(0, 3), bound=2), group("b", 4, bound=2)], [], version=5))
     assert (choice.oldest_trainable, choice.oldest_by_group) == (3, {})
 
 
 def test_each_group_is_masked_by_the_bound_of_its_own_admission() -> None:
     # Trained at version 5: "a" may have tokens from version 1 on, "b", admitted under a bound that was lowered, from 4.
-    finished = [group("a", 1, versions=(1, 3), bound=4), group("b", 4, bound=1)]
-    choice = choose("mask", facts(finished, [], version=5))
+    choice = choose("mask", facts([group("a", 1, versions=(1, 3), bound=4), group("b", 4, bound=1)], [], version=5))
     assert (choice.oldest_trainable, choice.oldest_by_group) == (1, {"b": 4})
 
 

@@ -24,8 +24,7 @@ def controller(position: Position | None = None, **settings: object) -> tuple[Co
     defaults = {"batch_size": 2, "group_size": 2, "max_in_flight": 8, "max_staleness": 1, "beyond_bound": "train"}
     config = RolloutConfig.model_validate(defaults | settings)
     accounts = Accounts()
-    stream = PromptStream(PROMPTS, seed=3, position=position)
-    return Controller(config, stream, accounts, seed=3), accounts
+    return Controller(config, PromptStream(PROMPTS, seed=3, position=position), accounts, seed=3), accounts
 
 
 def admit_all(control: Controller) -> list[Ticket]:

@@ -17,8 +17,7 @@ REWARDS = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=6)
 def group(rewards: Sequence[float], cut: Sequence[int] = ()) -> Group:
     """Right where the reward is above 0; the answers `cut` were cut off."""
     ends = [StopReason.LENGTH if member in cut else StopReason.STOP for member in range(len(rewards))]
-    members = [judged(f"g/{m}", reward, stop=ends[m]) for m, reward in enumerate(rewards)]
-    return Make.group("g", *members)
+    return Make.group("g", *[judged(f"g/{m}", reward, stop=ends[m]) for m, reward in enumerate(rewards)])
 
 
 def test_answers_that_were_cut_off_by_hand() -> None:
@@ -48,8 +47,7 @@ def test_zero_variance_looks_at_the_rewards_that_are_compared() -> None:
 
 @given(REWARDS)
 def test_with_right_and_wrong_alone_zero_variance_is_a_success_rate_inside_the_ends(rewards: list[float]) -> None:
-    inside = success_rate(group(rewards), low=1e-9, high=1 - 1e-9)
-    assert inside.keys() == zero_variance(group(rewards)).keys()
+    assert success_rate(group(rewards), low=1e-9, high=1 - 1e-9).keys() == zero_variance(group(rewards)).keys()
 
 
 def test_filters_work_on_what_is_left() -> None:

@@ -45,9 +45,7 @@ def test_the_larger_source_takes_turns_before_it_repeats() -> None:
 
 
 @given(sources=SOURCES, seed=st.integers(0, 99), epoch=st.integers(0, 20))
-def test_an_epoch_has_each_prompt_once_at_most_and_each_share_whole(
-    sources: list[PromptSource], seed: int, epoch: int
-) -> None:
+def test_an_epoch_has_each_prompt_once_and_each_share_whole(sources: list[PromptSource], seed: int, epoch: int) -> None:
     order = epoch_order(sources, seed, epoch)
     assert len(set(order)) == len(order)
     starts = [sum(source.prompts for source in sources[:at]) for at in range(len(sources))]

@@ -92,9 +92,7 @@ def test_it_never_leaves_its_limits(start: int, seen: list[Pressure], low: int, 
 
 
 @given(state=states, now=moments, fuller=st.floats(0, 2), lost=st.integers(0, 20))
-def test_the_fuller_engine_never_gets_the_larger_number(
-    state: AdaptiveInFlight, now: Pressure, fuller: float, lost: int
-) -> None:
+def test_the_fuller_engine_never_gets_more(state: AdaptiveInFlight, now: Pressure, fuller: float, lost: int) -> None:
     other = Pressure(now.needed + fuller, now.preempted + lost, now.engines)
     assert window(state, other).number <= window(state, now).number
 

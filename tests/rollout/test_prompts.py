@@ -38,8 +38,7 @@ def test_what_is_given_back_comes_first_under_its_next_name() -> None:
     first, second = stream.take(), stream.take()
     stream.give_back(second)
     stream.give_back(first)
-    again = [stream.take(), stream.take()]
-    assert names(again) == [f"0.{second.prompt.id}.1", f"0.{first.prompt.id}.1"]
+    assert names([stream.take(), stream.take()]) == [f"0.{second.prompt.id}.1", f"0.{first.prompt.id}.1"]
     assert stream.take().prompt.id not in {first.prompt.id, second.prompt.id}
 
 

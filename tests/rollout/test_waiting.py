@@ -45,8 +45,7 @@ class Story:
             beyond_bound="wait",
             max_failures_in_a_row=10_000,
         )
-        stream = PromptStream(PROMPTS, seed=1)
-        self.control = Changing(config, stream, Accounts(), seed=1)
+        self.control = Changing(config, PromptStream(PROMPTS, seed=1), Accounts(), seed=1)
         self.control.bound = max_staleness
         self.batch_size = batch_size
         self.in_flight: list[Ticket] = []
@@ -119,8 +118,7 @@ def played(story: Story, events: list[tuple[Callable[[Story, int], None], int]])
 
 def drawn(*further: Callable[[Story, int], None]) -> Any:
     """Events in any order, each with a choice."""
-    events = st.tuples(st.sampled_from([*EVENTS, *further]), st.integers(0, 30))
-    return st.lists(events, min_size=60, max_size=200)
+    return st.lists(st.tuples(st.sampled_from([*EVENTS, *further]), st.integers(0, 30)), min_size=60, max_size=200)
 
 
 @given(batch_size=st.integers(1, 3), max_staleness=st.integers(0, 3), events=drawn())
@@ -131,7 +129,5 @@ def test_no_batch_breaks_the_bound_and_there_is_one_when_the_oldest_are_finished
 
 
 @given(batch_size=st.integers(1, 3), events=drawn(Story.change))
-def test_the_same_holds_while_the_bound_changes(
-    batch_size: int, events: list[tuple[Callable[[Story, int], None], int]]
-) -> None:
+def test_so_it_is_while_bounds_change(batch_size: int, events: list[tuple[Callable[[Story, int], None], int]]) -> None:
     played(Story(batch_size, max_staleness=1), events)
