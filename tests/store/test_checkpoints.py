@@ -99,9 +99,7 @@ def test_a_version_is_saved_beside_broken_newer_ones_and_never_beside_a_whole_ne
 
 
 @pytest.mark.parametrize("holder", ["nobody", "the caller", "a run", "another trainer"])
-def test_a_version_that_was_moved_aside_comes_back_unless_another_process_may_be_saving(
-    tmp_path: Path, holder: str
-) -> None:
+def test_a_version_moved_aside_comes_back_unless_another_process_may_be_saving(tmp_path: Path, holder: str) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     checkpoints.save(5, fill)
     path = checkpoints.path(5)

@@ -44,9 +44,7 @@ def written(path: Path, ending: Ending | None = None, log: str = "") -> Path:
         ),
     ],
 )
-def test_the_ledger_says_how_a_run_ended_whatever_the_log_says(
-    tmp_path: Path, ending: Ending, found: Condition
-) -> None:
+def test_the_ledger_says_how_a_run_ended_whatever_a_log_says(tmp_path: Path, ending: Ending, found: Condition) -> None:
     run = written(tmp_path / "run", ending, f"{BEGUN}2026-11-22 03:08:45  ends with exit code 0\n")
     assert condition(run) == found
     seen = inspect_run(run)

@@ -220,9 +220,7 @@ ALL = "allowed: csv, jsonl, parquet; "
 
 
 @pytest.mark.parametrize(("name", "advice"), [*NEAREST.items(), ("a.xlsx", ALL), ("a.jsonl.gz", ALL)])
-def test_a_suffix_of_no_format_is_refused_with_the_nearest_or_all(
-    run: Path, tmp_path: Path, name: str, advice: str
-) -> None:
+def test_a_suffix_of_no_format_is_refused_with_near_or_all(run: Path, tmp_path: Path, name: str, advice: str) -> None:
     with pytest.raises(RunFolderError, match=f"is no suffix of a format; {re.escape(advice)}--format writes"):
         export_run(run, tmp_path / name)
     assert not (tmp_path / name).exists()

@@ -91,26 +91,15 @@ BUDGET: dict[str, Any] = {
 
 
 WEIGHTS = {
-    "medium": "http",
-    "bytes": 20,
-    "seconds_pull_median": 0.3,
-    "seconds_pause_median": 0.03,
-    "copies": 2.0,
+    "medium": "http", "bytes": 20, "seconds_pull_median": 0.3, "seconds_pause_median": 0.03, "copies": 2.0,
     "seconds_publish_median": 0.4,
-}
+}  # fmt: skip
 
 
 TRAJECTORIES = {
-    "issued": 5,
-    "trained": 2,
-    "buffered": 0,
-    "in_flight": 1,
-    "filtered": 1,
-    "expired": 0,
-    "failed": 1,
-    "undecided": 0,
+    "issued": 5, "trained": 2, "buffered": 0, "in_flight": 1, "filtered": 1, "expired": 0, "failed": 1, "undecided": 0,
     "undecided_reason": "",
-}
+}  # fmt: skip
 
 
 ENGINE = ("name", "kind", "host", "version", "joined_step", "left_step", "reason", "generated")
@@ -154,9 +143,7 @@ def test_the_json_is_what_others_rely_on(tmp_path: Path, make: Make) -> None:
     }
 
 
-def test_failed_trajectories_without_a_verdict_are_undecided_with_their_most_frequent_reason(
-    tmp_path: Path, make: Make
-) -> None:
+def test_failed_trajectories_without_a_verdict_are_undecided_with_the_common_reason(tmp_path: Path, make: Make) -> None:
     reasons = ["timeout after 1 s", "the reward raised KeyError: 'a'", "the reward raised KeyError: 'b'"]
     with run_at(tmp_path / "run") as (folder, ledger):
         folder.write("recipe.toml", "")
@@ -184,8 +171,7 @@ def test_a_run_can_be_inspected_before_its_first_step_and_while_it_writes(tmp_pa
     assert (seen.trajectories.issued, seen.trajectories.in_flight) == (4, 4)
     assert (seen.staleness.max, seen.staleness.mean, seen.staleness.histogram) == (0, 0.0, {})
     assert seen.final_accuracy is None
-    assert seen.engines == ()
-    assert seen.weights == WeightsSummary(None, None, None, None)
+    assert (seen.engines, seen.weights) == ((), WeightsSummary(None, None, None, None))
 
 
 def test_a_ledger_that_does_not_add_up_is_an_error(tmp_path: Path, make: Make) -> None:
@@ -206,29 +192,11 @@ WRITTEN: dict[str, Any] = {
     "versions": [0, 1, 2, 3],
 }
 EXPORTED = {
-    "id": "0.2.0/0",
-    "group": "0.2.0",
-    "prompt_id": "17",
-    "prompt_token_ids": [5, 12, 8, 13],
-    **WRITTEN,
-    "given": [],
-    "engines": [],
-    "reward": 0.0,
-    "verdict": "wrong",
-    "state": "trained",
-    "reason": "",
-    "admitted_version": 0,
-    "trained_step": 2,
-    "stop_reason": "stop",
-    "text": "11",
-    "prompt": "3+8=",
-    "answer": "11",
-    "row": "rows.jsonl:17",
-    "source": "",
-    "segments": [{"sampled": True, **WRITTEN}],
-    "rewards": {},
-    "session": "",
-}
+    "id": "0.2.0/0", "group": "0.2.0", "prompt_id": "17", "prompt_token_ids": [5, 12, 8, 13], **WRITTEN, "given": [],
+    "engines": [], "reward": 0.0, "verdict": "wrong", "state": "trained", "reason": "", "admitted_version": 0,
+    "trained_step": 2, "stop_reason": "stop", "text": "11", "prompt": "3+8=", "answer": "11", "row": "rows.jsonl:17",
+    "source": "", "segments": [{"sampled": True, **WRITTEN}], "rewards": {}, "session": "",
+}  # fmt: skip
 FIELDS = list(EXPORTED)
 
 
@@ -262,8 +230,7 @@ def test_a_trajectory_of_two_turns_goes_through_the_ledger_and_into_its_export(t
     (line,) = read_trajectories(tmp_path)
     assert (line.token_ids, line.given) == ((4, 9, 7, 7, 3, 8, 2), ((2, 5),))
     assert (line.behavior_logprobs, line.versions) == ((-0.5, -1.0, -1.5, -2.0), (0, 1, 1, 2))
-    assert line.stop_reason == "length"
-    assert line.engines == ("engine-0", "engine-1")
+    assert (line.stop_reason, line.engines) == ("length", ("engine-0", "engine-1"))
 
 
 @pytest.fixture(scope="module")

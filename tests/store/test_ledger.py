@@ -306,9 +306,7 @@ STATEMENTS = {
 
 
 @pytest.mark.parametrize(("statement", "parameters"), STATEMENTS.values(), ids=STATEMENTS)
-def test_what_is_done_again_and_again_never_reads_a_whole_table(
-    path: Path, statement: str, parameters: tuple[int, ...]
-) -> None:
+def test_what_is_done_often_never_reads_a_whole_table(path: Path, statement: str, parameters: tuple[int, ...]) -> None:
     with ledger_at(path) as ledger:
         plan = [row[-1] for row in ledger._execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
     assert plan

@@ -129,8 +129,7 @@ def test_a_reader_that_pauses_does_not_let_the_log_grow(tmp_path: Path) -> None:
 
 
 def test_an_export_of_several_portions_has_each_row_once(tmp_path: Path) -> None:
-    run = run_at(tmp_path / "run", groups=600)
-    ids = [row.id for row in read_trajectories(run)]
+    ids = [row.id for row in read_trajectories(run_at(tmp_path / "run", groups=600))]
     assert (len(ids), len(set(ids))) == (600, 600)
 
 
@@ -181,9 +180,7 @@ def test_a_killed_run_is_read_where_nothing_can_be_written() -> None:
         run.chmod(0o755)
 
 
-def test_a_private_copy_has_what_the_log_has_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_private_copy_has_what_a_log_has_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = killed(run_at(tmp_path / "run"))
     (place := tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))

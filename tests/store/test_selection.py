@@ -104,8 +104,7 @@ def test_the_share_of_the_signal_in_masked_groups_is_that_worked_by_hand() -> No
 
 def test_what_is_reported_is_the_newest_window_and_not_the_strongest_ever() -> None:
     strong = dict.fromkeys(MEASURES, Bias(0.9, 1e-9))
-    known = SelectionBias(1, strong)
-    assert newest_biases(known) == strong
+    assert newest_biases(SelectionBias(1, strong)) == strong
     calm = dict.fromkeys(MEASURES, Bias(0.0, 1.0))
     biased = tuple(EndedGroup(place % 2 == 0, float(place % 2), 0.5, 1.0) for place in range(WINDOW - 1))
     assert newest_biases(SelectionBias(2, calm, biased)) == calm  # a window that is not whole says nothing yet
@@ -134,8 +133,7 @@ def test_groups_that_are_lost_by_chance_raise_no_alarm_in_many_windows() -> None
 def test_completions_that_depend_on_each_other_are_no_evidence_of_their_own() -> None:
     """With each of a group's eight equal completions as one value there would be a false alarm in a third of the
     windows, at a level of 1 %."""
-    alarms = sum(compared(groups, times=8) < 0.01 for groups in lost_by_chance(100))
-    assert alarms > 20
+    assert sum(compared(groups, times=8) < 0.01 for groups in lost_by_chance(100)) > 20
 
 
 def lost_by_chance(windows: int) -> Iterator[list[EndedGroup]]:
