@@ -52,8 +52,7 @@ def warm_process(
 
 def script(file: Path, *arguments: str | Path) -> WarmCommand:
     """``python FILE ARGUMENTS``."""
-    words = [sys.executable, "-m", "tests.api.script", *map(str, (file, *arguments))]
-    return warm_process(words, os.environ, ())
+    return warm_process([sys.executable, "-m", "tests.api.script", *map(str, (file, *arguments))], os.environ, ())
 
 
 def living() -> list[int]:

@@ -40,8 +40,7 @@ def test_the_likeliest_tokens_do_not_depend_on_the_seed(engine: stretto.Engine) 
 
 
 def test_without_a_seed_each_call_has_other_completions(engine: stretto.Engine) -> None:
-    drawn = {tuple(c.token_ids for c in engine.generate(PROMPTS * 4, max_tokens=16)) for _ in range(2)}
-    assert len(drawn) == 2
+    assert len({tuple(c.token_ids for c in engine.generate(PROMPTS * 4, max_tokens=16)) for _ in range(2)}) == 2
 
 
 def test_a_list_of_tokens_is_one_prompt(engine: stretto.Engine) -> None:
@@ -57,8 +56,7 @@ def test_a_stop_text_may_stand_alone(engine: stretto.Engine) -> None:
     stop = whole.text[2:5]
     [stopped] = engine.generate("3+4=", max_tokens=24, seed=1, stop=stop)
     assert len(stop) == 3
-    assert stopped.stop_reason == "stop"
-    assert stopped.text == whole.text[: whole.text.index(stop) + 3]
+    assert (stopped.stop_reason, stopped.text) == ("stop", whole.text[: whole.text.index(stop) + 3])
 
 
 def test_the_home_of_the_user_is_found(workshop: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,8 +150,7 @@ def test_a_recipe_in_code_is_evaluated_from_the_working_folder(inside: Path, mon
     (inside / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = sections.JsonlTask(kind="jsonl", file="rows.jsonl", held_out=2)
     recipe = stretto.Recipe(**tiny_recipe().model_dump() | {"task": task, "rewards": {}})
-    found = stretto.evaluate("~/model", recipe, **{"rewards.function": length})
-    assert found.prompts == 2
+    assert stretto.evaluate("~/model", recipe, **{"rewards.function": length}).prompts == 2
 
 
 def test_leaving_the_loop_stops_the_run_and_it_can_go_on(inside: Path) -> None:

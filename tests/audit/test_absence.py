@@ -19,22 +19,9 @@ from tests.store.make import sql
 DATA = Path(__file__).parents[1] / "data"
 TABLES = ("groups", "trajectories", "payloads", "partials", "calls", "steps", "meta", "events")
 FACTS = (
-    "canary",
-    "conductor",
-    "data",
-    "engines",
-    "held out",
-    "in_flight",
-    "judged",
-    "model",
-    "questions",
-    "recipe",
-    "seed",
-    "selection",
-    "standing",
-    "start",
-    "totals",
-)
+    "canary", "conductor", "data", "engines", "held out", "in_flight", "judged", "model", "questions", "recipe", "seed",
+    "selection", "standing", "start", "totals",
+)  # fmt: skip
 FILES = ("log.txt", "machine.json", "metrics.jsonl", "questions.jsonl", "recipe.toml", "spans.jsonl", "versions.json")
 LINES = ("held_out.jsonl", "metrics.jsonl", "questions.jsonl", "samples.jsonl", "spans.jsonl")
 START = ("config.json", "model.safetensors", "tokenizer.json")

@@ -200,9 +200,7 @@ def test_a_drift_names_the_engine_and_both_distances() -> None:
         (np.where(LEAKS < 390, 500.0 + LEAKS, 500.0), []),  # it was freed
     ],
 )
-def test_memory_that_goes_on_growing_is_an_alarm_and_a_cache_that_fills_is_none(
-    memory: npt.ArrayLike, since: list[int]
-) -> None:
+def test_memory_that_goes_on_growing_is_an_alarm_a_full_cache_is_none(memory: npt.ArrayLike, since: list[int]) -> None:
     assert _named(_memory(memory)) == [("memory_growing", step) for step in since]
 
 
@@ -240,9 +238,7 @@ def test_an_alarm_of_undecided_completions_names_the_most_frequent_reason_live_a
         ("[1", "bfloat16", 0.1),
     ],
 )
-def test_in_a_mixture_of_half_precision_rounding_may_come_to_more(
-    tmp_path: Path, config: str, dtype: str, nats: float
-) -> None:
+def test_in_a_half_precision_mixture_rounding_may_be_more(tmp_path: Path, config: str, dtype: str, nats: float) -> None:
     (tmp_path / "config.json").write_text(config)
     recipe = {"model": {"path": str(tmp_path)}, "engine": {"dtype": dtype}}
     assert mismatch_of(recipe) == pytest.approx(nats)

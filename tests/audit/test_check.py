@@ -62,14 +62,8 @@ def test_a_run_that_kept_every_law_is_clean(run_dir: Path, capsys: pytest.Captur
     findings = check_run(run_dir)
     assert findings.kept, findings
     assert findings.balance == {
-        "issued": 20,
-        "trained": 12,
-        "filtered": 0,
-        "expired": 0,
-        "failed": 2,
-        "in_flight": 4,
-        "buffered": 2,
-    }
+        "issued": 20, "trained": 12, "filtered": 0, "expired": 0, "failed": 2, "in_flight": 4, "buffered": 2,
+    }  # fmt: skip
     assert print_balance(run_dir) == 0
     out = capsys.readouterr().out
     assert "sum of the states" in out
@@ -141,9 +135,7 @@ BREACHES = {
     ("law", "statements"),
     [pytest.param(law, told, id=name) for law, breaches in BREACHES.items() for name, told in breaches.items()],
 )
-def test_a_breach_is_found_by_its_law(
-    run_dir: Path, capsys: pytest.CaptureFixture[str], law: str, statements: str
-) -> None:
+def test_a_breach_is_found_by_law(run_dir: Path, capsys: pytest.CaptureFixture[str], law: str, statements: str) -> None:
     sql(run_dir / "ledger.sqlite", statements)
     findings = check_run(run_dir)
     assert findings.breaches[law], findings

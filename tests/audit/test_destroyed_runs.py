@@ -37,8 +37,7 @@ def histories(draw: st.DrawFn) -> Made:
     noise = np.random.default_rng(draw(st.integers(0, 2**32)))
     completions = draw(st.sampled_from([16, 64, 512]))
     first = draw(st.floats(0.1, 0.9))
-    last = draw(st.floats(first, 0.97))
-    chance = np.linspace(first, last, steps)
+    chance = np.linspace(first, draw(st.floats(first, 0.97)), steps)
     accuracy = noise.binomial(completions, chance) / completions
     scale, length = draw(st.floats(0.05, 5.0)), draw(st.floats(5.0, 4_000.0))
     norms = scale * np.exp(noise.normal(0, draw(st.floats(0.1, 1.0)), steps))
@@ -110,8 +109,7 @@ def test_a_run_that_is_destroyed_raises_its_alarm(what: str, made: Made, data: s
 
 @given(histories(), st.sampled_from([64, 500]))
 def test_accuracy_and_reward_that_fall_together_are_an_alarm(made: Made, prompts: int) -> None:
-    lowest = float(np.min(made.evidence.series["reward"]))
-    fallen = ill(made, {"accuracy": 0.0, "reward": lowest})
+    fallen = ill(made, {"accuracy": 0.0, "reward": float(np.min(made.evidence.series["reward"]))})
     evaluations = [evaluation(0, 0.6, prompts), evaluation(made.begin - 1, 0.9, prompts)]
     evaluations.append(evaluation(made.steps, 0.05, prompts))
     assert "accuracy_falling" in names(dataclasses.replace(fallen, evaluations=evaluations))

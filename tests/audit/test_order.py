@@ -78,9 +78,7 @@ def broken(folder: Path, statement: str) -> Mapping[str, tuple[str, ...]]:
 @pytest.mark.parametrize("groups", [1, 5, 6, 7, 20, 50])
 @pytest.mark.parametrize("rests", [False, True])
 @pytest.mark.parametrize("sources", [WEIGHTED, (PromptSource("", 5),)], ids=["weighted", "one"])
-def test_what_a_stream_has_drawn_keeps_the_law(
-    tmp_path: Path, sources: Sequence[PromptSource], groups: int, rests: bool
-) -> None:
+def test_a_streams_order_is_lawful(tmp_path: Path, sources: Sequence[PromptSource], groups: int, rests: bool) -> None:
     findings = check_run(record(tmp_path, sources, groups, rests))
     assert findings.kept, findings.breaches
 

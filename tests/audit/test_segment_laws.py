@@ -44,14 +44,9 @@ def given(*tokens: int, parent: int | None = None, cause: str = "") -> Segment:
 
 
 FOREST = (
-    sampled(0, 0),
-    given(9),
-    sampled(0),
-    given(8, parent=0, cause="history_rewritten"),
-    sampled(0, 0),
-    given(5, parent=NOTHING, cause="subagent"),
-    sampled(0),
-)
+    sampled(0, 0), given(9), sampled(0), given(8, parent=0, cause="history_rewritten"), sampled(0, 0),
+    given(5, parent=NOTHING, cause="subagent"), sampled(0),
+)  # fmt: skip
 
 
 def run_of(folder: Path, *segments: Segment, trained: bool = True, verdict: Verdict = RIGHT) -> Path:
@@ -156,10 +151,7 @@ CHANGES = {
     "where a branch begins": (given(8, parent=2, cause="history_rewritten"), "parent of segment 3 of 0.a.0/0"),
     "why it does": (given(8, parent=0, cause="compaction"), "cause of segment 3 of 0.a.0/0"),
     "what was given": (given(6, parent=0, cause="history_rewritten"), "token_ids of segment 3 of 0.a.0/0"),
-    "a reward": (
-        Segment.of((8,), parent=0, cause="history_rewritten", reward=0.5),
-        "reward of segment 3 of 0.a.0/0",
-    ),
+    "a reward": (Segment.of((8,), parent=0, cause="history_rewritten", reward=0.5), "reward of segment 3 of 0.a.0/0"),
 }
 
 

@@ -79,8 +79,7 @@ def test_what_fails_or_takes_too_long_is_named_and_the_others_run(
     MADE.clear()
     monkeypatch.setattr(gpu, "Worker", Done)
     monkeypatch.setattr(gpu, "_write", lambda results, rehearse: written.append(list(results)))
-    words = ["--rehearse", "--budget", "100", "--parts", "kernels", "training", "decode"]
-    assert main(words) == 1
+    assert main(["--rehearse", "--budget", "100", "--parts", "kernels", "training", "decode"]) == 1
     assert written == [["decode"], ["decode", "training"], ["decode", "training", "kernels"]]
     assert max(Done.limits) <= 100 < LIMITS["decode"][0], "no part has more than is left of all"
     assert [one.closed for one in MADE] == [True, True]

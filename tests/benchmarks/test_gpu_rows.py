@@ -41,8 +41,7 @@ def test_a_part_that_failed_has_no_row_and_the_others_have_theirs(part: str) -> 
 
 
 def test_what_is_not_there_is_a_missed_goal() -> None:
-    told = lacking(GPU)
-    assert told == "continuous skipped; profile failed; several GPUs are not measured; nor is vLLM beside"
+    assert lacking(GPU) == "continuous skipped; profile failed; several GPUs are not measured; nor is vLLM beside"
     whole = {name: {} for name in PARTS} | {"ranks": {"1": {}, "2": {}}, "vllm": {"vllm": {"rows": []}}}
     assert lacking(whole) == ""
 

@@ -12,15 +12,12 @@ from stretto.trainer.trainer import Trainer
 
 @pytest.mark.parametrize(("sequences", "dtype"), [(1, "float32"), (4, "bfloat16")])
 def test_a_step_is_measured(sequences: int, dtype: str) -> None:
-    words = argparse.Namespace(dtype=dtype, steps=2, warm=1)
-    seen = row("tiny", 128, sequences, words, torch.device("cpu"))
+    seen = row("tiny", 128, sequences, argparse.Namespace(dtype=dtype, steps=2, warm=1), torch.device("cpu"))
     assert (seen["tokens"], seen["sequences"], len(seen["seconds"]), seen["recomputed"]) == (128, sequences, 2, False)
     assert min(seen["tokens_per_second"], seen["tflops"] + 1e-3, seen["peak_gib"]) > 0
 
 
-def test_where_memory_is_too_small_activations_are_computed_again_and_then_it_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_where_memory_is_too_small_activations_are_recomputed_then_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[bool] = []
 
     def too_much(trainer: Trainer, *_: object) -> dict[str, object]:

@@ -20,20 +20,13 @@ def test_errors_are_shares_and_differences() -> None:
 
 
 def test_the_summary_has_the_middle_and_the_worst() -> None:
-    rows = {
-        str(step): {"errors": {"step": step, "busy": abs(step) / 2, "staleness": -step}} for step in (-0.3, 0.1, 0.2)
-    }
+    rows = {str(x): {"errors": {"step": x, "busy": abs(x) / 2, "staleness": -x}} for x in (-0.3, 0.1, 0.2)}
     assert summary(rows) == pytest.approx(
         {
-            "settings": 3,
-            "step_median": 0.2,
-            "step_worst": 0.3,
-            "busy_median": 0.1,
-            "busy_worst": 0.15,
-            "staleness_median": 0.2,
-            "staleness_worst": 0.3,
+            "settings": 3, "step_median": 0.2, "step_worst": 0.3, "busy_median": 0.1, "busy_worst": 0.15,
+            "staleness_median": 0.2, "staleness_worst": 0.3,
         }
-    )
+    )  # fmt: skip
 
 
 def test_every_setting_has_a_committed_prediction() -> None:

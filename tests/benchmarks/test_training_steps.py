@@ -18,6 +18,7 @@ from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.trainer import Trainer
+from tests.tiny_policy import sized
 from tests.tolerances import EPS, LOGITS, RATE, after_adam, assert_close, near, operations
 
 CONFIG = TrainerConfig(minibatches=1, learning_rate=RATE, eps=EPS, max_grad_norm=0.7, weight_decay=0.1)
@@ -92,15 +93,7 @@ def test_ways_take_turns_and_warm_up() -> None:
 
 
 def test_operations_by_hand() -> None:
-    config = Qwen3Config(
-        vocab_size=10,
-        hidden_size=4,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=3,
-        intermediate_size=5,
-    )
+    config = Qwen3Config(**sized(10, width=4, inner=5, layers=2, heads=(2, 1), head=3))
     # a layer: q 4x6, k and v 4x3, o 6x4, and three of 4x5: 132 weights; attention of 2 heads, 3 wide, over 2 layers
     expected = 6 * (2 * 132 * 7 + 10 * 4 * 3 + (9 + 16) * 2 * 3 * 2)
     assert step_flops(Qwen3ForCausalLM(config), own_tokens=7, wanted=3, sequences=[3, 4]) == expected

@@ -167,9 +167,7 @@ def test_the_proofs_of_engines_stand_below_with_version_distance_and_tolerance()
 
 def test_of_very_many_proofs_the_first_are_shown_and_the_others_counted() -> None:
     output = io.StringIO()
-    Console(file=output, width=100).print(
-        panel(Snapshot(phase="training", step=1, steps=2, seconds=1), (), [PROOF] * 70)
-    )
+    Console(file=output, width=100).print(panel(Snapshot("training", step=1, steps=2, seconds=1), (), [PROOF] * 70))
     assert output.getvalue().count("engine-3 proven") == 8
     assert "62 more proofs: stretto inspect" in output.getvalue()
 
@@ -228,8 +226,7 @@ def test_the_summary_says_what_was_learnt_and_what_it_took(finished_run: Path) -
 def test_the_json_is_one_object_and_nothing_else(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     print_inspection(finished_run, as_json=True)
     found = json.loads(capsys.readouterr().out)
-    assert found["final_accuracy"] == 0.96
-    assert found["busy"] == {"trainer": 0.8}
+    assert (found["final_accuracy"], found["busy"]) == (0.96, {"trainer": 0.8})
     print_inspection(finished_run)
     assert "held-out accuracy" in capsys.readouterr().out
 

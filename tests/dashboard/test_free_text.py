@@ -88,8 +88,7 @@ def test_a_run_ends_for_any_reason_in_a_folder_of_any_name(
         print_inspection(folder)
         is_shown(text, capsys.readouterr().out)
         print_balance(folder)
-    out = capsys.readouterr().out
-    is_shown(text, out.replace("\n", ""))  # a title is as wide as its table
+    is_shown(text, capsys.readouterr().out.replace("\n", ""))  # a title is as wide as its table
 
 
 def test_a_breach_and_a_note_steer_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

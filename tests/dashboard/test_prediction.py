@@ -68,20 +68,12 @@ def ten_steps() -> dict[str, float]:
 def test_measured_terms_are_seconds_of_a_step_by_role_and_work() -> None:
     assert ten_steps() == pytest.approx(
         {
-            "step_seconds": 2.0,
-            "tokens_per_second": 40.0,
-            "completion_tokens": 10.0,
-            "staleness": 1.5,
-            "engines.generate": (12.0 + 12.0) / 2 / 10,
-            "engines.load": 4.0 / 2 / 10,
-            "engines.idle": (4.0 + 8.0) / 2 / 10,
-            "trainer.update": 1.2,
-            "trainer.publish": 0.3,
-            "trainer.idle": 0.5,
-            "rewards.score": 0.1,
-            "rewards.idle": 1.9,
+            "step_seconds": 2.0, "tokens_per_second": 40.0, "completion_tokens": 10.0, "staleness": 1.5,
+            "engines.generate": (12.0 + 12.0) / 2 / 10, "engines.load": 4.0 / 2 / 10,
+            "engines.idle": (4.0 + 8.0) / 2 / 10, "trainer.update": 1.2, "trainer.publish": 0.3, "trainer.idle": 0.5,
+            "rewards.score": 0.1, "rewards.idle": 1.9,
         }
-    )
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -122,9 +114,7 @@ def prediction(path: Path, recipe: str | None) -> Path:
     return path
 
 
-def test_a_recorded_run_is_compared_with_its_own_prediction_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recorded_run_is_compared_with_its_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert predicted_beside_measured(RECORDED) is None
     mine = prediction(tmp_path / "mine.json", run_digest(RECORDED))
     print_inspection(RECORDED, as_json=True, predicted=mine)

@@ -89,8 +89,7 @@ def test_spans_are_complete_events_in_microseconds_since_the_first(run: Path, tm
 
 
 def test_moments_and_counters_stand_at_their_step(run: Path, tmp_path: Path) -> None:
-    events = exported(run, tmp_path / "trace.json.gz")
-    moments = [event for event in events if event["ph"] in {"i", "C"}]
+    moments = [event for event in exported(run, tmp_path / "trace.json.gz") if event["ph"] in {"i", "C"}]
     found = [(event["ph"], event["name"], event["ts"], event["args"]) for event in moments]
     assert sorted(found[:2]) == [
         ("C", "groups", 500_000, {"in_flight": 24}),

@@ -159,9 +159,7 @@ def test_the_folder_of_the_recipe_is_looked_in_first_and_two_are_not_confused(tm
         folder.mkdir()
         (folder / "same_name.py").write_text(OWN.replace("= 0.2", f"= {clip}").replace("needed: int", "needed=1"))
         (folder / "recipe.toml").write_text(f"{TINY.read_text()}\n[algorithm]\nloss = 'same_name:loss'\n")
-    clips = [
-        load_recipe(tmp_path / name / "recipe.toml").algorithm.loss.model_dump()["clip"] for name in ("one", "two")
-    ]
+    clips = [load_recipe(tmp_path / at / "recipe.toml").algorithm.loss.model_dump()["clip"] for at in ("one", "two")]
     assert clips == [0.1, 0.7]
     assert sys.modules["same_name"].__file__ == str(tmp_path / "two" / "same_name.py")
 

@@ -85,9 +85,7 @@ def test_the_place_in_a_file_that_was_written_again_is_kept_though_nothing_in_it
     assert (place.identity[1], place.offset, place.number) == (found.st_ino, found.st_size, 2)
 
 
-def test_a_line_that_cannot_be_read_is_left_out_and_said_once(
-    followed: Followed, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_line_that_cannot_be_read_is_skipped_and_said(followed: Followed, capsys: pytest.CaptureFixture[str]) -> None:
     followed.run.append(step(1))
     with followed.run.folder.metrics.open("a") as file:
         file.write("no JSON\n")

@@ -65,7 +65,7 @@ def test_a_run_that_is_killed_twice_has_each_step_once_and_in_order(run: Recorde
     assert curve(run, "evaluation/accuracy") == [*range(7, last - 2, 7)]  # each ends three steps later
 
 
-def test_points_that_a_process_could_not_note_before_it_died_are_there_once(run: RecordedRun) -> None:
+def test_points_that_a_process_did_not_note_before_it_died_come_once(run: RecordedRun) -> None:
     """An evaluation that ends late is of an earlier step than the newest point."""
     run.steps(1, 12)
     run.append(evaluation(4))

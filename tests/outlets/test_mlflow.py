@@ -92,9 +92,7 @@ def run(tmp_path: Path) -> RecordedRun:
     return made
 
 
-def test_names_that_mlflow_refuses_are_sent_with_characters_that_it_takes(
-    run: RecordedRun, server: SmallServer
-) -> None:
+def test_names_that_mlflow_refuses_are_sent_in_characters_it_takes(run: RecordedRun, server: SmallServer) -> None:
     run.folder.recipe.write_text('[rewards]\n"a,b" = 1\n"max tokens?" = 2\n')
     follow_to_the_end(run, "mlflow", tags=("lr=1e-4", "v1/", ".."))
     assert server.runs == {"0": ("first", {"lr_1e-4", "v1_", "__"})}
@@ -108,8 +106,7 @@ def test_a_server_that_takes_nothing_has_one_run_of_all_processes(run: RecordedR
             follow_to_the_end(run, "mlflow")
     server.answers = True
     follow_to_the_end(run, "mlflow")
-    assert server.steps == {"0": [1]}
-    assert server.params["0"] == {"seed": "1", "trainer.steps": "6"}
+    assert (server.steps, server.params["0"]) == ({"0": [1]}, {"seed": "1", "trainer.steps": "6"})
 
 
 def test_another_project_gets_the_run_from_its_beginning(run: RecordedRun, server: SmallServer) -> None:

@@ -6,7 +6,6 @@ TensorBoard reads them; no process is left, and no descriptor.
 import asyncio
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,23 +15,17 @@ from stretto.launch.recipe.extensions import OutletsConfig
 from stretto_report.outlets import supervision
 from stretto_report.outlets.role import MODULE
 from stretto_report.outlets.supervision import ToolFollower, followed
+from tests.asynchronous import until
 from tests.launch.warm import children_of
 from tests.outlets.curves import in_tensorboard
 from tests.outlets.recorded import RecordedRun, evaluation, sample, step
 
 TENSORBOARD = OutletsConfig(to=("tensorboard",), tags=("baseline",))
-_PATIENCE = 100.0
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> RecordedRun:
     return RecordedRun(tmp_path / "run")
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(_PATIENCE):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def processes() -> list[int]:
@@ -166,9 +159,7 @@ async def test_a_process_that_cannot_be_started_leaves_no_descriptor(run: Record
     assert "cannot be started" in said[0]
 
 
-async def test_the_end_of_a_run_waits_for_a_tool_only_for_a_while(
-    run: RecordedRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_end_of_a_run_waits_for_a_tool_for_a_while(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervision, "_STOP_SECONDS", 0.5)
     said: list[str] = []
 

@@ -17,9 +17,10 @@ from stretto.launch.recipe.extensions import OutletsConfig
 from stretto_report.outlets.follower import About, Cursor, RunFollower
 from stretto_report.outlets.supervision import followed
 from stretto_report.outlets.tools.prometheus_page import PrometheusPage, series_of
+from tests.asynchronous import until
 from tests.outlets.curves import in_tensorboard
 from tests.outlets.recorded import RecordedRun, collapsing, evaluation, follow_to_the_end, step
-from tests.outlets.test_processes import processes, until
+from tests.outlets.test_processes import processes
 
 
 def free_port() -> int:
@@ -44,8 +45,7 @@ async def test_a_scrape_reads_the_newest_step_and_the_sums_of_all(tmp_path: Path
     port, said = free_port(), list[str]()
     run.append(evaluation(0), step(1), step(2, reward=0.75))
 
-    config = OutletsConfig(prometheus_port=port)
-    async with followed(config, run.folder, said.append, stopped=lambda: False):
+    async with followed(OutletsConfig(prometheus_port=port), run.folder, said.append, stopped=lambda: False):
         await until(lambda: "stretto_step" in scraped(port))
         page = scraped(port)
     assert processes() == []

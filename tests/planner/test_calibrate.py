@@ -159,9 +159,7 @@ def test_a_measured_shape_makes_a_machine(tmp_path: Path, monkeypatch: pytest.Mo
     assert machine_of(str(path)) == machine
 
 
-def test_a_calibration_that_cannot_begin_leaves_the_machine_that_was_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_calibration_that_cannot_begin_leaves_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(say: Callable[[str], None]) -> MachineProfile:
         raise KeyboardInterrupt
 

@@ -65,8 +65,7 @@ def test_the_lengths_of_a_warm_start_are_those_of_its_demonstrations() -> None:
     """Demonstrations of the arithmetic recipe are chains such as ``7-5+7=2+7=9``, and an end token."""
     said: list[str] = []
     few = ["task.demonstrations=200", "task.prompts=50", "task.held_out=8", "evaluation.prompts=8"]
-    job = job_of(ROOT / "recipes" / "arithmetic.toml", few, None, said.append)
-    assert 5 < job.lengths.mean < 60
+    assert 5 < job_of(ROOT / "recipes" / "arithmetic.toml", few, None, said.append).lengths.mean < 60
     assert "demonstrations" in said[0]
 
 

@@ -83,9 +83,7 @@ def test_training_is_three_passes_and_a_half_for_the_proximal_policy() -> None:
     ],
     ids=["in the loss", "in the reward", "twice as large", "critic"],
 )
-def test_a_reference_policy_is_a_pass_more_and_a_critic_four(
-    changes: dict[str, Any], proximal: float, update: float
-) -> None:
+def test_a_reference_is_a_pass_more_and_a_critic_four(changes: dict[str, Any], proximal: float, update: float) -> None:
     one = (2 * 3000 * 20 + 2 * (100 + 100) * 20 * 2) / 1000
     found = Costs(replace(JOB, **changes), ROUND, Layout(1, 1)).training([10, 10])
     assert found == pytest.approx((0, proximal * one, update * one, 0))
@@ -122,14 +120,12 @@ def test_memory_is_that_of_both_sides() -> None:
     assert memory.engine * 2**30 == pytest.approx(12_000)
     assert memory.cache * 2**30 == pytest.approx(128 * 18 * 160 * 4 / 3)
     assert memory.missing < 0
-    shared = Costs(JOB, ROUND, Layout(1, 4)).memory()
-    assert shared.trainer < memory.trainer
+    assert Costs(JOB, ROUND, Layout(1, 4)).memory().trainer < memory.trainer
 
 
 def test_an_engine_needs_room_for_its_longest_completion() -> None:
     """12,000 bytes of weights fit nine tenths of 13,400; 18 tokens of 160 bytes, in slots that are 3/4 full, do not."""
-    small = msgspec.structs.replace(ROUND, memory_gib=13_400 / 2**30)
-    costs = Costs(JOB, small, Layout(1, 1))
+    costs = Costs(JOB, msgspec.structs.replace(ROUND, memory_gib=13_400 / 2**30), Layout(1, 1))
     assert costs.memory().generation * 2**30 == pytest.approx(12_000 + 18 * 160 * 4 / 3)
     assert costs.cache_tokens() == pytest.approx(60 / 160 * 3 / 4)
     assert Memory(trainer=5, engine=11, cache=1, available=12, completion=3).missing == 2
@@ -139,9 +135,7 @@ def test_heads_of_the_cache_are_replicated_where_there_are_fewer_than_devices() 
     """Four heads of 10 numbers: a device of two has half of 640 bytes a token; of eight, a quarter as of four. Slots
     are 3/4 full."""
     four = replace(JOB, shape=ModelShape(3000, 2, 20, 8, 4, 10, 50, tied=True))
-    wanted = {
-        tensor: Costs(four, ROUND, Layout(1, 1, tensor)).memory().cache * 2**30 * 3 / 4 for tensor in (1, 2, 4, 8)
-    }
+    wanted = {many: Costs(four, ROUND, Layout(1, 1, many)).memory().cache * 2**30 * 3 / 4 for many in (1, 2, 4, 8)}
     assert wanted == pytest.approx({1: 128 * 18 * 640, 2: 128 * 18 * 320, 4: 128 * 18 * 160, 8: 128 * 18 * 160})
 
 

@@ -105,9 +105,7 @@ def test_numbers_in_place_of_a_file_are_refused_before_a_run_is_planned() -> Non
 
 
 @pytest.mark.parametrize(("keep", "expected"), [("all", (3, 1)), ("none", ())])
-def test_a_run_gives_the_lengths_whose_tokens_it_has_kept(
-    tmp_path: Path, make: Make, keep: str, expected: tuple[int, ...]
-) -> None:
+def test_a_run_gives_the_lengths_that_it_kept(tmp_path: Path, make: Make, keep: str, expected: tuple[int, ...]) -> None:
     """Cut off where completions of the plan are; a run that keeps no tokens has no lengths of 0."""
     run = tmp_path / "run"
     with RunFolder.create(run) as folder:

@@ -132,8 +132,7 @@ def test_many_ranks_wait_for_the_longest_sequence_of_each_minibatch() -> None:
     many = Costs(asked, machine, Layout(1, 1 << 20)).training([60] * 30 + [600, 500])
     alone = Costs(asked, machine, Layout(1, 1)).training([600, 500])
     assert many.update == pytest.approx(alone.update)
-    few = Costs(asked, machine, Layout(1, 2)).training([60] * 30 + [600, 500])
-    assert few.update > alone.update
+    assert Costs(asked, machine, Layout(1, 2)).training([60] * 30 + [600, 500]).update > alone.update
 
 
 def test_roles_that_share_cores_slow_each_other_down() -> None:
@@ -191,8 +190,7 @@ def test_a_profile_of_a_gpu_says_what_it_assumes_where_that_is_most_of_a_step() 
 def test_fixed_seconds_of_a_role_that_is_mostly_idle_are_no_reason_to_warn() -> None:
     """64 engines need 6.5 ms for a token, 5 of them for any model; the trainer needs 4 s more than its 2 for any."""
     rollout, trainer = {"batch_size": 1024, "max_in_flight": 512}, {"micro_batch_tokens": 8192}
-    shape = ModelShape(10**9, 8, 2048, 16, 8, 128, 32_000, tied=True)
-    billion = replace(job(), shape=shape, reward_workers=64)
+    billion = replace(job(), shape=ModelShape(10**9, 8, 2048, 16, 8, 128, 32_000, tied=True), reward_workers=64)
     idle, h100, said = billion.with_settings(rollout, {"count": 64}, trainer), machine_of("h100"), list[str]()
     (found,) = plan(idle, h100, None, say=said.append).layouts
     of_decode, of_training = Costs(idle, h100, Layout(64, 1)).fixed_shares
@@ -237,16 +235,14 @@ def tensors_of(asked: Job) -> set[int]:
 def test_engines_are_of_devices_that_share_out_their_heads() -> None:
     """28 heads are shared out to 1, 2 or 4 devices, six of the cache to 1 or 2; the native engine has one device."""
     assert tensors_of(large()) == {1, 2, 4}
-    odd = replace(large(), shape=msgspec.structs.replace(SEVEN, heads=24, kv_heads=6))
-    assert tensors_of(odd) == {1, 2}
+    assert tensors_of(replace(large(), shape=msgspec.structs.replace(SEVEN, heads=24, kv_heads=6))) == {1, 2}
     assert tensors_of(large().with_settings({}, {"kind": "native", "cache_gib": 40.0}, {})) == {1}
 
 
 def test_many_devices_train_with_as_many_ranks_as_a_batch_feeds() -> None:
     """64 completions in 4 minibatches feed 16 ranks, fewer than a sixteenth of 512."""
     fed = large().with_settings({"batch_size": 16}, {}, {"minibatches": 4})
-    ranks = {one.layout.ranks for one in candidates(fed, machine_of("h200"), 512)}
-    assert max(ranks) == 16
+    assert max({one.layout.ranks for one in candidates(fed, machine_of("h200"), 512)}) == 16
     assert fed.completions == 64
     with pytest.raises(RecipeError, match="32 completions a step cannot be shared out to 64 minibatches"):
         candidates(large().with_settings({}, {}, {"minibatches": 64}), machine_of("h200"), 8)
@@ -308,8 +304,7 @@ def test_what_is_simulated_is_told_and_nothing_begins_after_the_patience() -> No
 def test_one_long_simulation_ends_with_a_step_when_the_patience_is_over() -> None:
     told: list[str] = []
     times = itertools.chain([0.0], itertools.repeat(31.0))
-    found = plan(large(), machine_of("h200"), 16, say=told.append, clock=lambda: next(times))
-    assert len(found.layouts) == 1
+    assert len(plan(large(), machine_of("h200"), 16, say=told.append, clock=lambda: next(times)).layouts) == 1
     assert "30 s are over: this layout is judged by" in "".join(told)
     own = plan(job(), CLOCK, None, say=told.append, clock=lambda: 0.0)
     hurried = plan(job(), CLOCK, None, clock=lambda: next(times))
@@ -346,9 +341,7 @@ def whole(devices: int, together: int, tensor: int, most: int) -> list[int]:
 
 
 @given(devices=st.integers(2, 300), together=st.sampled_from([1, 2, 4, 8]), groups=st.integers(1, 64))
-def test_every_tensor_size_has_a_layout_where_the_devices_can_be_divided(
-    devices: int, together: int, groups: int
-) -> None:
+def test_every_tensor_size_has_a_layout_where_devices_are_divided(devices: int, together: int, groups: int) -> None:
     """32 heads, 8 of them for keys: engines of 1, 2, 4 and 8 devices. 24 devices are 8 ranks and two engines of 8."""
     asked = replace(job(), shape=ModelShape(1_000_000, 2, 64, 32, 8, 16, 100, tied=True)).with_settings(
         {"batch_size": groups}, {"kind": "vllm"}, {"ranks": together, "tensor_parallel": together}

@@ -102,8 +102,7 @@ def test_a_step_takes_as_long_as_its_rows() -> None:
     bench.start(3)
     bench.start(5)
     assert bench.run() == [(6.0, 3), (8.0, 5)]
-    assert bench.engine.sampled == 8
-    assert bench.engine.busy == 8.0
+    assert (bench.engine.sampled, bench.engine.busy) == (8, 8.0)
 
 
 def test_a_step_takes_as_long_as_its_cache_in_the_middle() -> None:
@@ -222,8 +221,7 @@ def test_loads_keep_their_distance_and_an_idle_engine_does_not_wait() -> None:
     for when, version in ((1.0, 1), (2.0, 2), (3.0, 3), (7.5, 4)):
         bench.clock.call_at(when, lambda version=version: bench.engine.arrives(version))  # type: ignore[misc]
     bench.run()
-    assert bench.loads == [1.0, 5.0, 8.0]
-    assert bench.ended[0][2] == (0, 1, 1, 1, 1, 3, 3, 3)
+    assert (bench.loads, bench.ended[0][2]) == ([1.0, 5.0, 8.0], (0, 1, 1, 1, 1, 3, 3, 3))
 
 
 def test_an_aborted_group_leaves_with_what_it_has() -> None:

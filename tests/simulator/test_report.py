@@ -38,8 +38,7 @@ def batch(*answers: tuple[int, ...], version: int, oldest_trainable: int = 0) ->
 def test_tokens_are_counted_by_their_age() -> None:
     report = SimulationReport()
     report.train(batch((3, 3, 5), (5,), version=5))
-    assert report.staleness == {2: 2, 0: 2}
-    assert report.completions == {3: 1, 1: 1}
+    assert (report.staleness, report.completions) == ({2: 2, 0: 2}, {3: 1, 1: 1})
     assert (report.worst_staleness, report.mean_staleness) == (2, 1.0)
     assert (report.masked.total(), report.touched) == (0, 0)
 
@@ -47,9 +46,7 @@ def test_tokens_are_counted_by_their_age() -> None:
 def test_masked_tokens_are_counted_by_the_length_of_their_answer_and_have_no_age() -> None:
     report = SimulationReport()
     report.train(batch((2, 3, 4, 5), (1, 1), (4, 5), version=5, oldest_trainable=4))
-    assert report.staleness == {1: 2, 0: 2}
-    assert report.masked == {4: 2, 2: 2}
-    assert report.touched == 2
+    assert (report.staleness, report.masked, report.touched) == ({1: 2, 0: 2}, {4: 2, 2: 2}, 2)
     assert report.masked_share == 4 / 8
 
 
@@ -57,8 +54,7 @@ def test_shares_of_expiry_are_over_what_ended_trained_or_expired() -> None:
     report = SimulationReport()
     report.train(batch((0, 0, 0), version=0))
     report.expire(length=40, sampled=9)
-    assert report.expired_share == 1 / 2
-    assert report.dropped_share == 9 / 12
+    assert (report.expired_share, report.dropped_share) == (1 / 2, 9 / 12)
 
 
 @pytest.mark.parametrize("beyond_bound", ["train", "wait", "mask", "expire"])

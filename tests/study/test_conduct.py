@@ -179,8 +179,7 @@ def test_seconds_to_a_target_are_those_of_the_first_evaluation_that_reached_it(s
 
 
 def test_a_folder_that_cannot_be_read_is_a_failed_run_among_others(study: Path, tmp_path: Path) -> None:
-    first = work_on(study, tmp_path / "out", seeds=1)
-    damaged = min(first.finished)
+    damaged = min(work_on(study, tmp_path / "out", seeds=1).finished)
     ledger = tmp_path / "out" / "runs" / damaged / "ledger.sqlite"
     for file in ledger.parent.glob("ledger.sqlite*"):
         file.unlink()
@@ -216,9 +215,7 @@ def test_a_second_request_to_stop_ends_the_study_at_once(study: Path, tmp_path: 
 
 
 def test_a_study_without_finished_runs_has_a_table_too(study: Path, tmp_path: Path) -> None:
-    loaded = load_study(study)
-    rows = table(summarise(loaded, StudyProgress())).splitlines()
-    assert rows[2] == "| 0 | 0 |  |  |  |  |  |  |  |"
+    assert table(summarise(load_study(study), StudyProgress())).splitlines()[2] == "| 0 | 0 |  |  |  |  |  |  |  |"
 
 
 def test_the_folder_of_another_study_is_refused(study: Path, tmp_path: Path) -> None:
@@ -260,8 +257,7 @@ def test_a_folder_in_use_is_refused(study: Path, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("undrawn")
 def test_as_many_runs_are_trained_at_a_time_as_the_cores_carry_or_as_are_asked_for(study: Path, tmp_path: Path) -> None:
-    recipes = [run.recipe for run in load_study(study).runs]
-    assert side_by_side(recipes, 3) == 3
+    assert side_by_side([run.recipe for run in load_study(study).runs], 3) == 3
     alone = ["engine.transport=tcp"], ["engine.device=cpu", "trainer.device=cpu", "engine.threads=256"]
     assert [side_by_side([load_recipe(TINY, settings)]) for settings in alone] == [1, 1]
     assert side_by_side([load_recipe(TINY, alone[0])], 3) == 1, "it has ports of its own"
@@ -297,9 +293,7 @@ def test_the_command_trains_in_processes_of_its_own(
     *started, train, recipe, option, folder, plots = asked.read_text().splitlines()
     assert (started, plots) == (["-m", "stretto_app.cli.main"], "--no-plots")
     assert laboratory.run(train, recipe, option, folder, plots).code == 0
-    ended = door(*words)
-    assert ended.code == 0, ended.err
-    (cell,) = json.loads(ended.out)["cells"]
+    (cell,) = json.loads(door(*words).well())["cells"]
     (run,) = cell["runs"]
     assert (cell["name"], run["trajectories"]) == ("max_staleness = 1", 8)
     assert Path(folder) == tmp_path / "out" / "runs" / run["digest"]

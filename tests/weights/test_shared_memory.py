@@ -91,9 +91,7 @@ def test_a_pipe_of_somebody_in_the_place_of_a_lock_holds_no_run_up(tmp_path: Pat
     assert ended == 0
 
 
-def test_tensors_are_gathered_one_at_a_time(
-    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber
-) -> None:
+def test_tensors_are_gathered_one_by_one(publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber) -> None:
     """Only the one before is still there when one is gathered; an onlooker is there at each of them, in order."""
     made: list[weakref.ref[Tensor]] = []
     names: list[str] = []
@@ -114,9 +112,7 @@ def test_tensors_are_gathered_one_at_a_time(
     assert names == [*parts, *parts]
 
 
-def test_what_is_published_is_what_is_loaded(
-    publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber
-) -> None:
+def test_what_is_published_is_loaded(publisher: SharedMemoryPublisher, subscriber: SharedMemorySubscriber) -> None:
     assert subscriber.newest() is None
     publisher.publish(0, tensors().items())
     assert subscriber.newest() == 0
@@ -138,9 +134,7 @@ def test_numbers_are_rounded_to_the_dtype_of_the_publisher_and_whole_ones_stay(t
     remove("run", tmp_path)
 
 
-def test_a_publication_is_a_safetensors_file_that_any_library_reads(
-    publisher: SharedMemoryPublisher, tmp_path: Path
-) -> None:
+def test_a_publication_is_a_file_of_safetensors(publisher: SharedMemoryPublisher, tmp_path: Path) -> None:
     publisher.publish(7, tensors().items())
     with safe_open(file_of(tmp_path, 7), "pt") as file:
         assert file.metadata()["version"] == "7"
