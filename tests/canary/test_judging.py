@@ -256,19 +256,15 @@ async def test_a_version_that_a_machine_has_pulled_for_seven_steps_is_proven(run
     assert run.handle.version == run.version
 
 
-def test_a_machine_that_pulls_more_slowly_than_the_trainer_publishes_is_named_once() -> None:
-    run = Run(guest=True)
+@playing(guest=True)
+async def test_a_machine_that_pulls_more_slowly_than_the_trainer_publishes_is_named_once(run: Run) -> None:
     run.client.pulls = 15.0
-
-    async def work() -> None:
-        await run.steps(20)
-        slow = f"{NAME} loads versions more slowly than they are published: no groups until it has caught up"
-        assert run.said == [slow]
-        run.client.pulls = 0.0
-        await run.steps(2)
-        assert run.said == [slow, f"{NAME} has joined, at version {run.version}"]
-
-    play(run, work)
+    await run.steps(20)
+    slow = f"{NAME} loads versions more slowly than they are published: no groups until it has caught up"
+    assert run.said == [slow]
+    run.client.pulls = 0.0
+    await run.steps(2)
+    assert run.said == [slow, f"{NAME} has joined, at version {run.version}"]
 
 
 def test_a_version_whose_canary_is_gone_is_refused_at_once() -> None:

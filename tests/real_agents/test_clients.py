@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.serving import ScriptedModel, served_gateway, tokenizer_of
+from tests.gateway.serving import ScriptedModel, one_session, served_gateway, tokenizer_of
 from tests.real_agents.running import ScoredModel, check_scores, run
 
 ADD = '<tool_call>\n{"name": "%s", "arguments": {"a": 1,  "b": 2}}\n</tool_call>'
@@ -43,8 +43,7 @@ async def test_an_agent_calls_tools(
     agents: Path, tmp_path: Path, program: str, words: list[str], branches: dict[str, int], as_json: int
 ) -> None:
     model = ScoredModel(script)
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         answer = await run(agents, program, *words, session=session, home=tmp_path)
         shown: dict[str, Any] = await gateway.shown(session)
         assert answer.removeprefix("It is ").removesuffix(".") == "3"
@@ -68,8 +67,7 @@ async def test_an_agent_gives_the_reasoning_back_or_begins_a_branch(
     agents: Path, tmp_path: Path, program: str, words: list[str], branches: dict[str, int]
 ) -> None:
     model = ScoredModel(thinking, tokenizer_of("qwen3"))
-    async with served_gateway(model, tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(model, tmp_path) as (gateway, session):
         answer = await run(agents, program, *words, session=session, home=tmp_path)
         assert answer.removeprefix("It is ").removesuffix(".") == "3"
         assert (await gateway.shown(session))["branches"] == branches
@@ -77,8 +75,7 @@ async def test_an_agent_gives_the_reasoning_back_or_begins_a_branch(
 
 
 async def test_an_agent_that_is_started_again_is_answered_from_the_record(agents: Path, tmp_path: Path) -> None:
-    async with served_gateway(ScoredModel(script), tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(ScoredModel(script), tmp_path) as (gateway, session):
         first = await run(agents, "openai_agents", "chat", session=session, home=tmp_path)
         recorded = await gateway.shown(session)
     silent = ScoredModel(lambda prompt: pytest.fail("it has been sampled before"))
@@ -90,8 +87,7 @@ async def test_an_agent_that_is_started_again_is_answered_from_the_record(agents
 
 
 async def test_an_agent_of_an_ended_session_is_refused_at_once(agents: Path, tmp_path: Path) -> None:
-    async with served_gateway(ScoredModel(script), tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(ScoredModel(script), tmp_path) as (gateway, session):
         await gateway.client.post(f"/sessions/{session['id']}/end")
         for program, word in (("openai_agents", "chat"), ("claude_agent", "plain")):
             with pytest.raises(AssertionError, match="ended"):
@@ -110,8 +106,7 @@ async def test_claude_code_with_all_its_tools_finds_one_of_the_users(agents: Pat
             return f'<tool_call>\n{{"name": "ToolSearch", "arguments": {query}}}\n</tool_call>'
         return ADD % "mcp__sums__add" if len(asked) == 2 else "It is 3."
 
-    async with served_gateway(ScriptedModel(searching), tmp_path) as gateway:
-        session = await gateway.open()
+    async with one_session(ScriptedModel(searching), tmp_path) as (gateway, session):
         answer = await run(agents, "claude_agent", "everything", session=session, home=tmp_path)
         shown = await gateway.shown(session)
         assert (answer, shown["branches"]) == ("It is 3.", {"tools_changed": 1})

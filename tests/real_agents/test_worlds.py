@@ -38,9 +38,7 @@ def test_equal_seeds_and_actions_give_equal_episodes(
     assert (first[1], other[1]) == (1.0, 1.0)
 
 
-def test_an_environment_behind_openenv_lasts_for_its_episode(
-    episodes: dict[str, list[tuple[list[str], float]]],
-) -> None:
+def test_an_environment_behind_openenv_lasts_its_episode(episodes: dict[str, list[tuple[list[str], float]]]) -> None:
     """The number of seed 7 is 8; halving guesses 10, 5, 7, 8."""
     hints = [f"The target number is {hint}." for hint in ("lower", "higher", "higher")]
     assert episodes["openenv"][0][0] == ["Guess a number from 1 to 20.", *hints]

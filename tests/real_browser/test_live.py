@@ -99,11 +99,8 @@ def test_every_page_of_a_run_goes_on_with_it(page: Page, writer: Writer) -> None
     expect(page.get_by_test_id("diff")).to_have_attribute("data-equal", "true")
 
 
-def test_an_engine_that_drifts_from_the_trainer_is_an_alarm_that_leads_to_its_curve(
-    page: Page, server: WatchServer
-) -> None:
-    run = write_run(server.runs / "drifting")
-    metrics = MetricsLog(run / "metrics.jsonl")
+def test_an_engine_that_drifts_from_the_trainer_is_an_alarm_with_its_curve(page: Page, server: WatchServer) -> None:
+    metrics = MetricsLog(write_run(server.runs / "drifting") / "metrics.jsonl")
     for step in range(3, 31):
         metrics.append(msgspec.structs.replace(step_line(step), canary={"engine-0": 0.02 * step}))
     page.get_by_test_id("run-row").filter(has_text="drifting").locator("a").first.click()

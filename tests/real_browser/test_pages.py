@@ -80,9 +80,7 @@ COLOUR = "swatch => getComputedStyle(swatch).backgroundColor"
 
 
 @pytest.mark.parametrize("picked", [["one", "other"], ["other", "one"], ["recorded", "other", "hostile", "one"]])
-def test_a_run_has_one_colour_in_the_table_and_in_the_curves_whatever_was_picked_first(
-    page: Page, picked: list[str]
-) -> None:
+def test_a_run_has_one_colour_in_table_and_curves_whatever_was_picked_first(page: Page, picked: list[str]) -> None:
     for name in picked:
         page.get_by_label(f"pick {name}", exact=True).check()
     rows, legend = page.get_by_test_id("run-row"), curve(page, "reward").locator(".latest")
@@ -119,8 +117,7 @@ def test_a_curve_has_its_sentence_and_its_zoom_is_in_the_address(page: Page) -> 
 
 def test_a_curve_is_zoomed_by_keys(page: Page) -> None:
     visit(page, "curves")
-    drawn = curve(page, "length_mean").locator(".zoomed")
-    drawn.focus()
+    curve(page, "length_mean").locator(".zoomed").focus()
     page.keyboard.press("+")
     page.wait_for_url("**zoom=2.25000%7E4.75000**")  # the middle half of steps 1 to 6
     page.keyboard.press("ArrowRight")
@@ -154,8 +151,7 @@ def test_a_long_name_pushes_no_column_out_and_is_whole_in_its_title(page: Page) 
         route.fulfill(json=listed)
 
     page.route("**/api/runs", renamed)
-    link = page.get_by_title("long" * 100, exact=True)
-    box = link.bounding_box()
+    box = page.get_by_title("long" * 100, exact=True).bounding_box()
     assert box is not None
     assert box["width"] < 400
 

@@ -29,9 +29,7 @@ REQUEST = GenerateRequest("r", PROMPT, (0,), Sampling(max_tokens=LENGTH))
 
 
 @pytest.mark.parametrize("installed", ["sglang"], indirect=True)
-async def test_versions_that_were_broadcast_are_those_that_the_server_samples_with(
-    server: RealServer, tmp_path: Path
-) -> None:
+async def test_versions_that_were_broadcast_are_those_the_server_samples(server: RealServer, tmp_path: Path) -> None:
     plain: Any = AutoModelForCausalLM.from_pretrained(server.policy, dtype=torch.float32).eval()
     models = {version: shaken(plain, version) for version in (41, 42)}
     for version, completion in (await sampled_after_each(server, models, tmp_path)).items():

@@ -82,8 +82,7 @@ def test_after_updates_that_keep_the_cache_every_token_has_the_logprob_it_was_sa
 def test_the_logprobs_of_vllm_are_of_the_renormalised_distribution(server: RealServer) -> None:
     """SGLang's ignore the filters, which is why they are refused there."""
     requests = wanted(*FILTERS)
-    run = server.updated_amid(requests, "recompute", updates=1)
-    found = errors(run, requests, scoring.recomputed)
+    found = errors(server.updated_amid(requests, "recompute", updates=1), requests, scoring.recomputed)
     # Where probabilities add up to top_p within rounding, either side may keep one token more.
     for request in requests:
         own = torch.cat([found[request.id, member] for member in range(len(request.seeds))])

@@ -40,8 +40,7 @@ SETTINGS = (*BUILT, "sampling.max_tokens=128", "deadlines.engine_restarts=100", 
 def assert_all_is_well(run_dir: Path, steps: int) -> None:
     """Every law of the checker holds, and the books balance."""
     found = assert_the_law(run_dir)
-    assert found.steps == steps
-    assert found.trajectories.failed == 0
+    assert (found.steps, found.trajectories.failed) == (steps, 0)
     findings = check_run(run_dir)
     assert findings.kept, findings.breaches
 
@@ -55,8 +54,7 @@ def bounded(server: RealServer, laboratory: Laboratory, run_dir: Path, beyond_bo
     engine = (f"engine.kind={server.kind}", f"engine.addresses=['{server.address}']")
     rollout = (f"rollout.beyond_bound={beyond_bound}", f"trainer.steps={STEPS}")
     with laboratory.train(run_dir, *SETTINGS, *engine, *rollout) as command:
-        ended = command.end(150)
-        assert ended.code == 0, ended.out + ended.err
+        command.end(150).well()
         command.assert_nothing_is_left()
     assert_all_is_well(run_dir, STEPS)
     found, trajectories = assert_the_law(run_dir), exported(laboratory, run_dir)
@@ -64,9 +62,7 @@ def bounded(server: RealServer, laboratory: Laboratory, run_dir: Path, beyond_bo
     ages = trained_ages(trajectories)
     assert max(ages) >= 1, "every completion began behind the last update"
     if beyond_bound in ("train", "expire"):
-        replayed = laboratory.run("replay", run_dir, "--from", "0")
-        assert replayed.code == 0, replayed.err
-        assert "the weights are bit-equal to the run's" in replayed.out
+        assert "the weights are bit-equal to the run's" in laboratory.run("replay", run_dir, "--from", "0").well()
     if beyond_bound == "wait":
         assert max(t["trained_step"] - 1 - t["versions"][0] for t in trained) <= 1
     if beyond_bound == "expire":
@@ -92,9 +88,8 @@ def accuracies(laboratory: Laboratory, tmp_path_factory: pytest.TempPathFactory)
 
 def evaluated(laboratory: Laboratory, folder: Path, *engine: str) -> float:
     settings = ("sampling.temperature=0.001", "evaluation.prompts=16", *engine)
-    told = laboratory.run("eval", folder, "--task", TINY, "--json", *settings)
-    assert told.code == 0, told.err
-    accuracy: float = json.loads(told.out)["accuracy"]
+    out = laboratory.run("eval", folder, "--task", TINY, "--json", *settings).well()
+    accuracy: float = json.loads(out)["accuracy"]
     return accuracy
 
 

@@ -135,9 +135,7 @@ def test_each_step_is_in_every_tool_once_after_the_run_was_killed_five_times(too
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tool", ["wandb", "mlflow", "trackio"])
-def test_points_that_a_process_could_not_note_before_it_died_are_there_once(
-    tools: Path, tool: str, tmp_path: Path
-) -> None:
+def test_points_that_a_process_did_not_note_before_it_died_come_once(tools: Path, tool: str, tmp_path: Path) -> None:
     """An evaluation that ends late is of an earlier step than the newest point."""
     run = RecordedRun(tmp_path / "run")
     run.append(step(1), step(2), step(3), step(4), evaluation(2))

@@ -73,9 +73,7 @@ def follow(tools: Path, tool: str, run: RecordedRun) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tool", ["wandb", "mlflow", "trackio"])
-def test_a_tool_has_every_number_once_and_a_resumed_run_goes_on_in_the_same_curves(
-    tools: Path, tool: str, tmp_path: Path
-) -> None:
+def test_a_tool_has_every_number_once_and_a_resumed_run_in_its_curves(tools: Path, tool: str, tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.append(evaluation(0, accuracy=0.5, prompts=800), step(1), step(2), step(3))
     run.samples.append([sample(1)])
@@ -110,9 +108,7 @@ def test_a_tool_has_every_number_once_and_a_resumed_run_goes_on_in_the_same_curv
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("tool", ["wandb", "mlflow", "trackio"])
-def test_each_step_is_there_once_and_in_order_however_often_its_process_is_killed(
-    tools: Path, tool: str, tmp_path: Path
-) -> None:
+def test_each_step_is_there_once_in_order_however_often_it_is_killed(tools: Path, tool: str, tmp_path: Path) -> None:
     run, done = RecordedRun(tmp_path / "run"), 0
     run.samples.append([sample(1)])
     for sent in (5, 12, 30):  # when it has noted as many steps as sent, it dies

@@ -86,8 +86,7 @@ class WandbServer(ThreadingHTTPServer):
         with self.lock:
             stored = self.runs[run]
             for name, piece in sent.get("files", {}).items():
-                lines = stored.files.setdefault(name, {})
-                lines.update(enumerate(piece["content"], piece["offset"]))
+                stored.files.setdefault(name, {}).update(enumerate(piece["content"], piece["offset"]))
 
 
 def _bucket(run: StoredRun) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from stretto.model.hf.folder import quiet_transformers
 from stretto_tinker.compute.base import LocalBackend
 from tests.gateway.serving import tokenizer_of
 from tests.tinker.speaking import serving
+from tests.tiny_policy import sized
 
 #: Run under another interpreter.
 collect_ignore = ["programs"]
@@ -45,19 +46,9 @@ def python() -> Path:
 def build_model(folder: Path) -> None:
     """A small Qwen3 with random weights that reads ChatML in bytes."""
     tokenizer = tokenizer_of("qwen2_5")
-    config = Qwen3Config(
-        vocab_size=len(tokenizer.vocabulary),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=2048,
-        tie_word_embeddings=True,
-        eos_token_id=tokenizer.eos_token_ids[0],
-        initializer_range=0.05,
-    )
+    shape = sized(len(tokenizer.vocabulary), width=64, inner=128, layers=2, heads=(4, 2), head=16)
+    own: dict[str, Any] = {"max_position_embeddings": 2048, "eos_token_id": tokenizer.eos_token_ids[0]}
+    config = Qwen3Config(**shape, **own, tie_word_embeddings=True, initializer_range=0.05)
     with torch.random.fork_rng(devices=()), quiet_transformers():
         torch.manual_seed(5)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
@@ -110,9 +101,7 @@ class Bench:
 
     def run(self, *words: str, key: str = "tml-cook", seconds: float = SECONDS) -> str:
         """What a program of the environment prints."""
-        kept = {
-            name: value for name, value in os.environ.items() if "proxy" not in name.lower() and name != "PYTHONPATH"
-        }
+        kept = {name: told for name, told in os.environ.items() if "proxy" not in name.lower() and name != "PYTHONPATH"}
         own = {"TINKER_BASE_URL": self.address, "TINKER_API_KEY": key, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         home = {"HOME": str(self.folder), "HF_HOME": str(self.folder / "hub"), "NO_PROXY": "127.0.0.1"}
         done = subprocess.run(

@@ -50,13 +50,11 @@ def test_the_sdks_command_line_lists_downloads_and_deletes(bench: Bench) -> None
 
     assert NAME in tinker("model", "list")
     assert run in tinker("-f", "json", "run", "list")
-    listed = json.loads(tinker("-f", "json", "checkpoint", "list", "--run-id", run))
-    assert state in json.dumps(listed)
+    assert state in json.dumps(json.loads(tinker("-f", "json", "checkpoint", "list", "--run-id", run)))
     assert NAME in tinker("run", "info", run)
     tinker("checkpoint", "info", state)
     tinker("checkpoint", "download", state, "--output", str(bench.folder / "downloaded"))
     [config] = (bench.folder / "downloaded").rglob("adapter_config.json")
-    again = bench.run(str(PROGRAMS / "surface.py"), NAME, str(config.parent), key="tml-peft")
-    assert "peft " in again
+    assert "peft " in bench.run(str(PROGRAMS / "surface.py"), NAME, str(config.parent), key="tml-peft")
     tinker("checkpoint", "delete", state, "-y")
     assert state not in tinker("-f", "json", "checkpoint", "list", "--run-id", run)

@@ -28,9 +28,7 @@ def speaker(tmp_path: Path) -> Path:
     return tmp_path / "speaker"
 
 
-def test_a_session_of_several_turns_scores_as_it_was_sampled(
-    installed: Installed, speaker: Path, tmp_path: Path
-) -> None:
+def test_a_session_of_many_turns_scores_as_it_was_sampled(installed: Installed, speaker: Path, tmp_path: Path) -> None:
     words = (f"engine.kind={installed.kind}", f"engine.python={installed.python}", "engine.device=cpu")
     small = ("engine.cache_gib=0.25", "engine.slots=8", "deadlines.start=400")
     command = ("gateway", speaker, "--port", "0", "--folder", tmp_path / "sessions", *words, *small)
@@ -57,8 +55,6 @@ def test_a_session_of_several_turns_scores_as_it_was_sampled(
         with torch.no_grad():
             scores = plain(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
         told = [logprob for node in nodes for logprob in node["logprobs"] or [None] * len(node["token_ids"])][1:]
-        errors = [
-            abs(float(score) - logprob) for score, logprob in zip(scores, told, strict=True) if logprob is not None
-        ]
+        errors = [abs(float(score) - one) for score, one in zip(scores, told, strict=True) if one is not None]
         assert errors
         assert max(errors) < TOLERANCE
