@@ -68,15 +68,8 @@ def environment() -> Path:
         run(python, "-m", "pip", "install", "--quiet", f"uv=={UV}")
         uv, extras = folder / "bin" / "uv", [word for extra in EXTRAS for word in ("--extra", extra)]
         resolve: list[str | Path] = [
-            "pip",
-            "compile",
-            "--quiet",
-            "--resolution",
-            "lowest-direct",
-            "--python",
-            python,
-            *extras,
-        ]
+            "pip", "compile", "--quiet", "--resolution", "lowest-direct", "--python", python, *extras,
+        ]  # fmt: skip
         run(uv, *resolve, "--output-file", versions, *projects)
         run(uv, "pip", "install", "--quiet", "--python", python, "--requirement", versions)
         (folder / "made").touch()

@@ -205,9 +205,7 @@ def test_the_page_of_results_is_what_the_committed_files_say() -> None:
     assert text_of("reference/results.md") == page(), "python -m benchmarks.summary > docs/reference/results.md"
 
 
-def test_a_result_of_another_processor_has_a_heading_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_result_of_another_processor_has_its_own_heading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committed = ROOT / "benchmarks" / "results"
     for file in committed.glob("*.json"):
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -342,9 +342,7 @@ def test_a_kept_law_gives_no_violation(checker: Checker, tmp_path: Path) -> None
     [(name, *one) for name, planted in PLANTED.items() for one in planted],
     ids=lambda value: str(value)[:30].strip(),
 )
-def test_a_planted_violation_is_named_with_its_place(
-    checker: str, file: str, text: str, sentence: str, tmp_path: Path
-) -> None:
+def test_a_planted_breach_is_named_by_place(checker: str, file: str, text: str, sentence: str, tmp_path: Path) -> None:
     violations = CHECKERS[checker](build(tmp_path, dict.fromkeys(file.split(","), text)))
     assert len(violations) == 1
     assert sentence in violations[0]

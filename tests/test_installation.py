@@ -24,12 +24,9 @@ def test_every_recipe_is_installed() -> None:
     assert len(installed) > 5
 
 
-def test_a_recipe_that_is_not_there_is_told_where_the_installed_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_recipe_that_is_not_there_is_told_where_one_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    shipped = next(iter(PROJECT["tool"]["setuptools"]["data-files"]))
-    place = tmp_path / shipped / "arithmetic.toml"
+    place = tmp_path / next(iter(PROJECT["tool"]["setuptools"]["data-files"])) / "arithmetic.toml"
     place.parent.mkdir(parents=True)
     place.write_bytes((ROOT / "recipes" / "arithmetic.toml").read_bytes())
     with pytest.raises(RecipeError) as refused:

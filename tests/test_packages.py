@@ -35,24 +35,12 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = sorted((ROOT / "packages").glob("*/pyproject.toml"))
 ARITHMETIC = ROOT / "recipes" / "arithmetic.toml"
 SMALL = {
-    "task.prompts": 64,
-    "task.held_out": 8,
-    "task.demonstrations": 64,
-    "model.build.hidden_size": 16,
-    "model.build.head_dim": 4,
-    "model.build.intermediate_size": 16,
-    "warm_start.steps": 2,
-    "warm_start.warmup_steps": 1,
-    "warm_start.threads": 1,
-    "rollout.batch_size": 2,
-    "rollout.group_size": 2,
-    "rollout.max_in_flight": 4,
-    "sampling.max_tokens": 8,
-    "trainer.steps": 2,
-    "trainer.warmup_steps": 1,
-    "evaluation.prompts": 4,
+    "task.prompts": 64, "task.held_out": 8, "task.demonstrations": 64, "model.build.hidden_size": 16,
+    "model.build.head_dim": 4, "model.build.intermediate_size": 16, "warm_start.steps": 2, "warm_start.warmup_steps": 1,
+    "warm_start.threads": 1, "rollout.batch_size": 2, "rollout.group_size": 2, "rollout.max_in_flight": 4,
+    "sampling.max_tokens": 8, "trainer.steps": 2, "trainer.warmup_steps": 1, "evaluation.prompts": 4,
     "evaluation.every": 0,
-}
+}  # fmt: skip
 TRAINED = f"""
 import importlib.util, json, stretto
 from stretto.doors.loading import check_packages
@@ -198,9 +186,7 @@ def told(*overrides: str) -> str:
     return str(refused.value)
 
 
-def test_a_missing_package_is_refused_with_its_extra_and_another_version_with_both(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_package_is_refused_with_its_extra_another_version_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in the environment above, whose packages are all that `find_spec` finds."""
     asked = {
         'engine.kind="vllm"': ("engine.kind", "stretto-servers", "'stretto[servers]'"),
