@@ -90,6 +90,15 @@ async def test_stop_ends_a_server_and_its_environment_is_its_own(tmp_path: Path)
     await started.stop()  # twice is no error
 
 
+async def test_the_path_of_a_server_s_interpreter_may_look_like_a_variable(tmp_path: Path) -> None:
+    (tmp_path / "a=b").mkdir()
+    (tmp_path / "a=b" / "python").symlink_to("/bin/sh")
+    words = (str(tmp_path / "a=b" / "python"), "-c", 'echo "$GIVEN $1" > "$0"', str(tmp_path / "told"), "two words")
+    started = await ServerProcess.start("engine-0", Launch(words, {"GIVEN": "yes"}))
+    assert "exit code 0" in str(await asyncio.wait_for(started.ended(), 30))
+    assert (tmp_path / "told").read_text() == "yes two words\n"
+
+
 @pytest.mark.parametrize(
     ("then", "how"),
     [

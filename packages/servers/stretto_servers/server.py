@@ -50,8 +50,9 @@ class ServerProcess:
     async def start(cls, name: str, launch: Launch) -> ServerProcess:
         """Start the server; its output goes to the output of this process. Returns at once: see `until_ready`. `name`:
         name of the engine, for errors."""
+        words = ("sh", "-c", 'exec "$0" "$@"') if "=" in launch.command[0] else ()  # `env` takes it for a variable
         guard = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", _GUARD, "env", *_changed(launch.environment), *launch.command),
+            *(sys.executable, "-m", _GUARD, "env", *_changed(launch.environment), *words, *launch.command),
             stdin=asyncio.subprocess.PIPE,
             start_new_session=True,
         )
