@@ -100,6 +100,7 @@ _BEFORE = re.compile(
     r"|(?:ending|starting|beginning) (?:in|with))"
     r"|[0-9]\$?(?: [a-z]+)? of (?:the|her|his|its|their|these|those|all)"
     r"|[0-9]\$? (?:times|plus|minus|divided by|over|out of|choose|to|through))\s*[$(*{\\]{0,3}\s*$"
+    r"|\bof (?:those|these)\s*$|(?<![\w\\])[a-zA-Z]\(\$?$"
     r"|(?:[0-9a-z)$]\s?[+/×÷±·]|[0-9)$] ?[-−*]|√)\s*\$?$|\b(?:minus|negative) \$?$",
     re.IGNORECASE,
 )

@@ -13,9 +13,9 @@ _ATTAINED = re.compile(  # the maximum is 12, attained at x = 3
     r",?\s+(?:(?:which is )?(?:achieved|attained|reached)|which occurs)\s(?:at|when|for|if)\b[^.\n]{1,80}\.?\s*$"
 )
 _DECLARED = re.compile(  # $S_n = 2n$ for all $n \ge 1$; $x^2 + 1$ for every real $x$, as claimed
-    r"(?<=\$),?\s+(?:(?:for (?:all|every|any|each)|whenever)(?: [a-z]+){0,2} \$[a-zA-Z]"
-    r"|(?:for|where|when) \$[nkm](?!\$))"
-    r"(?:\s*(?:\\(?:geq?|leq?|in|neq?)(?![a-z])|[<>≥≤])[^$\n]{1,40})?\$(?:, [^$0-9\n]{1,60})?[\s.]*$"
+    r"(\$(?: [a-z]+){0,3}),?\s+(?:(?:for (?:all|every|any|each)|whenever)(?: [a-z]+){0,2} \$[a-zA-Z]"
+    r"|(?:for|where|when) \$[nkm](?!\$))(?:\s*(?:\\(?:geq?|leq?|in|neq?)(?![a-z])|[<>≥≤])[^$\n]{1,40})?\$"
+    r"(?:, (?:which|as|since|because)\b[^$0-9\n]{1,60})?[\s.]*$"
 )
 _PRICED = re.compile(  # $64 for 16 glasses
     r"((?:\$|[€£¥])[0-9][0-9,]*(?:\.[0-9]+)?) for (?:(?:all|the|these|those) )*[0-9]+ [a-z]+(?: [a-z]+)?(?=[\s.!]*$)"
@@ -58,7 +58,7 @@ def unconditioned(text: str) -> str:
     >>> unconditioned("58 left after giving 12 away"), unconditioned("5: 2 girls, 3 boys"), unconditioned("6: 2 and 3")
     ('58 left', '5', '6: 2 and 3')
     """
-    text = _PRICED.sub(r"\1", _DECLARED.sub("", _ATTAINED.sub("", text)))
+    text = _PRICED.sub(r"\1", _DECLARED.sub(r"\1", _ATTAINED.sub("", text)))
     start = text.rstrip().rfind("\n") + 1
     last = _END_OF_PROOF.sub("", text[start:])
     if len(last) > _LONGEST_LINE or not last.strip():

@@ -12,11 +12,11 @@ _PIECE = rf"(?P<piece>\$[^$\n]{{1,80}}\$|[-+−]?[0-9]+(?:[.,/][0-9]+)?|{NUMBER_
 _NO_ANSWER = r"(?:valid|allowed|possible|correct|right|(?:an?|the) (?:valid )?(?:answer|solution|root))\b"
 _SUBJECT = (
     r"(?:(?:(?:it|that|the (?:(?:correct|right|actual|true|real|new|final) [a-z]+|answer|total|result|number|sum))"
-    r"(?:'s|\s(?:is|was|should be|must be|becomes))|there (?:are|is|must be)|we (?:get|have)"
+    r"(?:'s|\s(?:is|was|should be|must be|becomes))|there (?:are|is|must be)|we (?:get|have)|should be"
     r"|(?:the )?(?:final|correct|right|actual|new)(?: [a-z]+)?:)\s{1,8})"
 )
 _CORRECTED = re.compile(  # "The answer is 42. No, 43."
-    r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction|(?:just )?kidding"
+    r"[.!?;}\n]\s{0,8}(?:no|wait|actually|sorry|oops|correction|edit|(?:just )?kidding"
     rf"|scratch that)\b[,.:!]?\s{{1,8}}(?:[^.\n0-9$\\]{{0,60}}[:,]\s{{0,8}})?{_SUBJECT}?{_PIECE}",
     re.IGNORECASE,
 )

@@ -35,7 +35,7 @@ _ATTRIBUTED = (  # one may think that the answer is 42
     r"\b(?:may|might|could) (?:think|guess|say|expect|believe|conclude|answer)\b"
     r"|\b(?:many|most|some) (?:people|students)? ?(?:think|guess|say|expect|believe|conclude|answer)\b"
     r"|\b(?:common|popular|naive|tempting|initial) (?:guess|answer|mistake|error)\b"
-    r"|\b(?:suppose|assum(?:e|ing)|if [a-z]+ were)\b"
+    r"|\b(?:suppose|assum(?:e|ing)|if (?:[a-z]+ ){1,3}were)\b"
 )
 _DENIED_BEFORE = re.compile(
     r"(?:\b(?:not|non|pas|nicht)\b(?!-)|n't\b|\bnever\b|\bneither\b|\bnor\b"
@@ -50,7 +50,7 @@ _DENIED_BEFORE = re.compile(
 _DENIED_BEFORE_ELSEWHERE = re.compile(  # in other scripts
     r"(?:\b(?:не|ни|ні|није|никогда|ніколи|нельзя|δεν|όχι|ليس|ليست|لا|ليسا|לא|אינ[הו]|איננ[הו])\b|ไม่)"
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$،؛]){{0,24}}\$?$"
-    r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠|小[于於]|大[于於]|超[过過]|不到|不足|少[于於]|多[于於]|(?:至少|至多)有?|[高低][于於])[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$",
+    r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠|小[于於]|大[于於]|超[过過]|不到|不足|少[于於]|多[于於]|(?:至少|至多)[有是]?|[高低][于於])[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$",
     re.IGNORECASE,
 )
 _NO = re.compile(r"^\W*no\s+[$(*]{0,3}$", re.IGNORECASE)  # "no 42"; "no, 42" is a correction
@@ -86,8 +86,8 @@ _DENIED_AFTER = re.compile(
     r"^[\s$.)}*]{0,3}\s*(?:\((?:wrong|incorrect|false|rejected|extraneous)\b|isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
     rf"|(?:is|was|are|would be|can)\s*(?:not|n't|too|no answer|(?:my|our|the|an?) (?:first )?guess|{FALSE})\b"
     r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b"
-    r"|(?:,?\s*but (?:that|this|it|which)(?: [a-z]+)?\s)?(?:is|was|seems|(?:must|has to|should|can|would) be) "
-    rf"(?:not\b|{REFUSED})"
+    r"|(?:,?\s*(?:but (?:that|this|it|which)(?: [a-z]+)?|which)\s)?"
+    rf"(?:is|was|seems|(?:must|has to|should|can|would) be) (?:not\b|{REFUSED})"
     r"|\?\s*not\b"
     rf"|\s(?:squared|cubed|doubled|halved|tripled|twice|factorial|less (?:one|[0-9]+)|(?:more|less) than [0-9]+"
     rf"|(?:or|plus|minus|times) {NUMBER_WORD}|at (?:least|most)|{_OPEN}|or so|or (?:maybe |perhaps )?not)\b)",
@@ -120,7 +120,7 @@ _DENIED_AFTER_ELSEWHERE = re.compile(
 )
 _DENYING_ELSEWHERE = re.compile(
     rf"\b(?:{_FOREIGN})\b|\b(?:не|ни|ні|није|δεν|όχι|ليس|ليست|לא|אינ[הו])\b|नहीं"
-    r"|(?:不(?:可能|应该?|應該?|会|會|能)?(?:是|为|為|等于|等於|选|選)|[并並绝絕]非)[择擇项項:：\s]{0,3}$",
+    r"|(?:不(?:可能|应该?|應該?|会|會|能)?(?:是|为|為|等于|等於|选|選)|[并並绝絕]非|至[少多]是?)[择擇项項:：\s]{0,3}$",
     re.IGNORECASE,
 )
 _DENYING = re.compile(

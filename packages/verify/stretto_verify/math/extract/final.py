@@ -68,7 +68,7 @@ _ANSWER = re.compile(
     rf"(?:[^.\n$]{{0,100}}?)(?:\b(?:is|are|{_ARE})\b|是|为|は|은|[:=：])\s*:?"
     r"(?:\s*(?:option|choice)\b)?|####|^\s*(?:option|choice)\s*:|\bans\.(?=\s)"
     r"|\b(?:option|choice) is(?=[\s$*]*\([A-J]\))"
-    r"|选(?:择|项)?(?:是|为)?[:：]?(?=[\s(（$\\*]*[A-J](?![A-Za-z]))",
+    r"|选(?:择|项)?(?:是|为)?[:：]?(?=[\s(（$\\*]*[A-J]{1,4}(?![A-Za-z]))",
     re.IGNORECASE | re.MULTILINE,
 )
 _CHOICE = r"(?:(?:option|choice)\s+)?\(?(?P<{}>[A-J])\)?"
@@ -101,7 +101,7 @@ _FORMULA = re.compile(
 )
 _BETWEEN = re.compile(
     r"\s*(?:,|;|,?\s*(?:and|or)|\\quad|\\text\{\s*(?:and|or)\s*\}"
-    r"|[.,;]?\s*(?:and\s)?(?:[Bb]y symmetry|[Ss]imilarly|[Ll]ikewise|[Aa]lso),?(?: also)?)\s*"
+    r"|[.,;]?\s*(?:and,?\s)?(?:[Bb]y symmetry|[Ss]imilarly|[Ll]ikewise|[Aa]lso),?(?: also)?)\s*"
 )
 _SCALE = re.compile(r"\s*(?:\\?%|percent\b|\(?in (base [0-9]{1,2}|binary|octal|hexadecimal)\b\)?)")
 _NEAR = re.compile(r"\s*(?:≈|\\approx)\s*")
@@ -247,7 +247,7 @@ def _whole(text: str) -> FinalAnswer | None:
     if is_formula(without_unit(undeclared(written.rstrip(".")))[0]) or _is_spoken(text):
         return FinalAnswer(", ".join(line for line in written.split("\n") if line.strip()), certain=True)
     if _FEW_WORDS.fullmatch(text):
-        return FinalAnswer(stated(text) or stance(text) or concluded(text), certain=True)
+        return FinalAnswer(stance(text) or stated(text) or concluded(text), certain=True)
     bare = _BECAUSE.sub("", text)
     return _whole(bare) if bare != text else None
 

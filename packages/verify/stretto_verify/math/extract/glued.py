@@ -49,7 +49,7 @@ _OR = re.compile(
     r"\$?(-?[0-9][0-9./]*)\$?(?=[\s.,;:]|$)"
 )
 _ALSO = re.compile(  # and 43; by symmetry, 43 works as well; a line "Unordered: 43"
-    r"(?:\$?,|\$?,?\s+and(?: possibly)?|\$?[.,;]?\s+(?:and\s)?(?:also|likewise|similarly|by symmetry),?(?: also)?"
+    r"(?:\$?,|\$?,?\s+and(?: possibly)?|\$?[.,;]?\s+(?:and,?\s)?(?:also|likewise|similarly|by symmetry),?(?: also)?"
     r"|[$*}.\s]{0,20}\n\s{0,20}(?!check|verif|confiden|note|step|score|time|difficulty)[a-z]{2,20}"
     r"(?: [a-z]{2,20}){0,2}:)\s*\$?(-?[0-9][0-9./]*|\([^()\n]{1,20},[^()\n]{1,20}\))\$?"
     r"(?: (?:works|does|is)(?: (?:also|as well|too|one|a solution))*)?[.\s]*$",
