@@ -237,9 +237,9 @@ class Controller:
     def seeds_of(self, group_id: str) -> tuple[int, ...]:
         """The seed of each completion of a group, from the run's seed and the group's id: `derive_seed` of the former
         and its `trajectory_id`, whose common beginning is hashed once."""
-        begun, seeds = hashlib.blake2b(f"{self._seed}\x1f{group_id}/".encode(), digest_size=8), list[int]()
+        common, seeds = hashlib.blake2b(f"{self._seed}\x1f{group_id}/".encode(), digest_size=8), list[int]()
         for member in range(self.config.group_size):
-            whole = begun.copy()
+            whole = common.copy()
             whole.update(b"%d" % member)
             seeds.append(int.from_bytes(whole.digest(), "little") >> 1)
         return tuple(seeds)
