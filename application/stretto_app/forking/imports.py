@@ -30,6 +30,7 @@ from stretto.processes.spawn import OFFLINE, settings
 SCANS = "transformers.utils.import_utils"
 SOURCES = "torch._library.utils"
 COMPILER = "torch._dynamo"
+WHOLE = "torch._dynamo.trace_rules"  #: imported with the compiler: for ranks, in which torch's collectives use it
 _NAMES, _FOLDER = "fetch__all__", "create_import_structure_from_path"
 _PLACE = "get_source"
 _OF_MASKS = "_trace_wrapped_higher_order_op"  # the compiler's one module that transformers uses without it
@@ -90,7 +91,7 @@ class _Loader(SourceFileLoader):
 
 
 class _Postponing(SourceFileLoader):
-    """Loads torch's compiler as a module that is executed when anything is asked of it but a mark for a function."""
+    """Loads torch's compiler as a module that is executed when it is asked for anything but its marks (`_Marks`)."""
 
     def exec_module(self, module: ModuleType) -> None:
         with suppress(ImportError):
@@ -144,6 +145,10 @@ class _Marks:
         function.__dict__["_dynamo_marked_constant"] = True
         return function
 
+    @staticmethod
+    def graph_break(*told: Any, **named: Any) -> None:
+        """Do nothing: nothing is compiled. torch's optimizers call it in every step."""
+
     def disable(self, function: Any = None, recursive: bool = True, **told: Any) -> Any:
         """Return a function that does the same, and is not compiled."""
         if function is None:
@@ -159,7 +164,7 @@ class _Marks:
         return plain
 
 
-_MARKS = ("allow_in_graph", "assume_constant_result", "disable")
+_MARKS = ("allow_in_graph", "assume_constant_result", "disable", "graph_break")
 _LOADING = threading.RLock()
 
 
