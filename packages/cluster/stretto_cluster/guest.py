@@ -77,13 +77,11 @@ class GuestEngine(HttpEngine):
             EngineLost: the engine is lost, or does not reply in time.
             RefusedRequest: the engine refused a request.
         """
-        asked, had = {request.id: request for request in requests}, set[tuple[str, int]]()
+        asked = {request.id: request for request in requests}
         self._asked |= asked
         try:
-            async for arrived in self._arrivals(requests):
-                self._check_all(arrived, asked, had)
-                for completion in arrived:
-                    yield completion
+            async for completion in super().generate(*requests):
+                yield completion
         except (RefusedRequest, EngineLied):
             raise
         except (EngineLost, DeadlineExceeded, WireError) as loss:
