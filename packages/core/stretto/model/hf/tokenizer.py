@@ -113,8 +113,7 @@ def _read(mark: re.Match[str]) -> str:
 
 
 _JOINING = (decoders.ByteLevel, decoders.Fuse)  # they treat the first token of a text like any other
-
-
+_MANY = 64  # tokens from which on packed ids are gathered: below, the calls of NumPy take longer than the backend
 #: The byte that each character of a token of a `decoders.ByteLevel` stands for (GPT-2's encoder, turned round).
 _PRINTED = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _REST = [byte for byte in range(256) if byte not in _PRINTED]
@@ -334,7 +333,8 @@ class Tokenizer:
         """Return the text of `ids`, without special tokens except `kept` ones. Packed ids (a `memoryview` of int32) of
         most models become text without a number of Python for each token."""
         if isinstance(ids, memoryview):
-            return self.decode(ids.tolist()) if self._spelled is None else self._spelled.text(np.asarray(ids))
+            spelled = self._spelled if len(ids) >= _MANY else None
+            return self.decode(ids.tolist()) if spelled is None else spelled.text(np.asarray(ids))
         if not self._kept or self._kept.isdisjoint(ids):  # the latter looks at every id
             return self._backend.decode(ids, skip_special_tokens=True)
         return self.spell([token for token in ids if token not in self.special_token_ids])
