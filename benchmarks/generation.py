@@ -51,7 +51,7 @@ TAIL_REQUESTS, TAIL_AT_ONCE, TAIL_MEDIAN, TAIL_LONGEST = 1000, 64, 50, 500
 RUNNING = 64
 SECONDS = 1500
 #: The most sequences at once that a slow system is asked for: a minute says enough.
-MOST = {"transformers generate_batch": 64, "llamacpp": 16}
+MOST = {"transformers generate_batch": 64}
 
 
 def rates(

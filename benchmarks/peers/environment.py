@@ -6,7 +6,7 @@ change.
     python benchmarks/peers/environment.py PEER    builds it and prints the path of its interpreter
 
 PEER is one of trl, vllm, sglang, openvino, llamacpp, verifiers, agents, worlds, outlets, ray and tinker. llamacpp is
-compiled from source, which needs a C++ compiler and ten minutes of two cores.
+compiled from source, which needs a C++ compiler and some minutes of a core.
 
 Beside this file: ``requirements-<peer>.txt``; ``requirements-<peer>-alone.txt``, packages whose own pins are wrong for
 this machine, installed without their dependencies; ``overlay/<peer>``, files copied over the installed packages.
@@ -34,7 +34,7 @@ TORCH = "2.13.0"
 UV = "0.13.9"
 _WITHOUT_TORCH = frozenset({"agents", "llamacpp", "outlets", "ray", "verifiers", "worlds"})
 #: What is left out of a library that is built.
-_BUILT = {"CMAKE_ARGS": " ".join(f"-D{part}=OFF" for part in ("LLAVA_BUILD", "MTMD_BUILD", "LLAMA_BUILD_TOOLS"))}
+_BUILT = {"CMAKE_ARGS": f"-DLLAVA_BUILD=OFF -DCMAKE_PROJECT_llama.cpp_INCLUDE={HERE / 'llamacpp.cmake'}"}
 _PACKAGES = "import sysconfig; print(sysconfig.get_path('purelib'))"
 #: Packages whose bytecode is written when the environment is made.
 _COMPILED = ("vllm", "sglang", "transformers", "torch", "sympy", "fastapi", "pydantic", "openai", "numba")
