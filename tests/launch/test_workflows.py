@@ -125,7 +125,7 @@ credit = "turn"
 def test_killed_processes_cost_no_conversation_and_no_call_comes_twice(laboratory: Laboratory, tmp_path: Path) -> None:
     """One of two engines, which the run outlives; then the conductor, and the run is resumed."""
     run_dir, recipe = tmp_path / "run", recipe_of(tmp_path)
-    with laboratory.train(run_dir, "trainer.steps=4", "engine.count=2", recipe=recipe) as command:
+    with laboratory.train(run_dir, "trainer.steps=8", "engine.count=2", recipe=recipe) as command:
         wait_for_step(command, 1)
         os.kill(command.processes('"engine-0"')[0], signal.SIGKILL)
         wait_for_step(command, steps_done(run_dir) + 1)
@@ -138,7 +138,7 @@ def test_killed_processes_cost_no_conversation_and_no_call_comes_twice(laborator
     assert len(set(before)) == len(before)
     laboratory.run("train", "--resume", run_dir).well()
     check(laboratory, run_dir)
-    assert assert_the_law(run_dir).steps == 4
+    assert assert_the_law(run_dir).steps == 8
     assert set(before) < set(called(tmp_path))
     assert len(set(called(tmp_path))) == len(called(tmp_path))
     failed = {row["reason"] for row in exported(laboratory, run_dir) if row["state"] == "failed"}

@@ -30,7 +30,7 @@ from tests.tinker.test_training import data_for
 
 _SLOTS = 4
 _PROMPT = [3, 4, 5]
-_LONG = {"max_tokens": 40, "stop": []}
+_LONG = {"max_tokens": 160, "stop": []}
 
 
 class OneEngine(LocalBackend):

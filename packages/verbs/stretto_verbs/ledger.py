@@ -185,14 +185,15 @@ class FolderLedger(_AnyThread):
         check("Ledger", folder=(folder, FOLDER))
         self.folder = Path(folder).expanduser()
         config = checked(settings, "Ledger", StoreConfig)
-        if (self.folder / "recipe.toml").exists():
-            found, remedy = "holds a run, whose ledger is its own", "give another folder; stretto.open_run reads a run"
-            raise RunFolderError([Problem(str(folder), found, remedy)])
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            of_a_run = (self.folder / "recipe.toml").exists()
         except OSError as error:
-            found = f"cannot be created: {error.strerror}"
+            found = f"cannot be created or read: {error.strerror}"
             raise RunFolderError([Problem(str(folder), found, "give another folder")]) from error
+        if of_a_run:
+            found, remedy = "holds a run, whose ledger is its own", "give another folder; stretto.open_run reads a run"
+            raise RunFolderError([Problem(str(folder), found, remedy)])
         self._release = weakref.finalize(self, os.close, lock.acquire(self.folder))
         self.scheduler: object = None  # the newest scheduler with this ledger; older ones may make no changes
         self._file_of_all = self.folder / "ledger.sqlite"
