@@ -200,8 +200,7 @@ def _attend(
     copied = wide != width or length < LANES
     weights, totals = np.empty((group, room), np.float32), np.empty((group, wide), np.float32)
     asked, spare = np.zeros((group, wide), np.float32), np.zeros(_BLOCK * gap // 4, np.float32)
-    own, most = width * size, 2 if size == 2 else 4
-    most = most if vectors % most == 0 else 1
+    own, most = width * size, 4 if size == 4 and vectors % 4 == 0 else 2 if vectors % 2 == 0 else 1
     for place in range(rows * kv_heads):
         at_weights, at_totals = np.int64(weights.ctypes.data), np.int64(totals.ctypes.data)
         at_asked, at_spare = np.int64(asked.ctypes.data), np.int64(spare.ctypes.data)
