@@ -345,6 +345,15 @@ def test_a_folder_that_is_replaced_is_there_at_every_moment(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["policy"]
 
 
+def test_a_link_to_a_folder_is_replaced_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "policy").symlink_to(tmp_path / "run")
+    for _ in range(2):
+        with whole_folder(tmp_path / "policy"):
+            pass
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["policy", "run"]
+
+
 def test_two_policies_keep_their_own_attention(folder: Path) -> None:
     cached, plain = load_policy(folder, attention=CACHED_ATTENTION), load_policy(folder, attention="eager")
     assert (cached.config._attn_implementation, plain.config._attn_implementation) == (CACHED_ATTENTION, "eager")

@@ -263,7 +263,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")
-    shutil.rmtree(partial, ignore_errors=True)
+    _remove(partial)
     partial.mkdir()
     try:
         with naming(path):
@@ -279,8 +279,16 @@ def whole_folder(path: Path) -> Iterator[Path]:
                 replaced.rename(path)
             raise
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(partial)
+        _remove(replaced)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder, or a link to one, whose target stays; errors of a folder are ignored."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _exchanged(one: Path, other: Path) -> bool:
