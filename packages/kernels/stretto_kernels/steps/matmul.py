@@ -71,7 +71,7 @@ _CPU = torch.device("cpu")
 
 class KernelChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The kernel for a weight shape, as files keep it. `fewest`: least number of tokens for which it is used; for fewer
-    tokens ``linear`` is used. `gain`: speedup over ``linear``, geometric mean over 1 to 256 tokens."""
+    tokens ``linear`` is used. `gain`: speedup over ``linear``, geometric mean over the numbers measured."""
 
     kernel: Name = "linear"
     fewest: int = 1

@@ -8,11 +8,11 @@ The ledger keeps two promises. *The balance*: at any moment, also after a crash,
 the sum over all states. *The batch first*: when `commit_batch` returns, the members of the batch and their order are in
 the file, written in one transaction. So each published update has its batch on record.
 
-Changes are buffered and written together: before a batch is trained, once a second, and when a group is issued
-``flush_seconds`` or more after the last flush. Facts and events wait for one of these, so that changes that belong
-together are in one transaction: for example, a group ends and its prompt is given back. A kill loses all changes since
-the last flush. Nothing outside has seen the effect of a lost change, since every process of a run ends with its
-conductor.
+Changes are buffered and written together: before a batch is trained, once a second, when a group is issued
+``flush_seconds`` or more after the last flush, and when a group has ended and payloads of 32 MiB wait. Facts and events
+wait for one of these, so that changes that belong together are in one transaction: for example, a group ends and its
+prompt is given back. A kill loses all changes since the last flush. Nothing outside has seen the effect of a lost
+change, since every process of a run ends with its conductor.
 """
 
 from __future__ import annotations
