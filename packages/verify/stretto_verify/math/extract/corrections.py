@@ -35,9 +35,12 @@ _REJECTED = re.compile(  # 42 does not satisfy the condition; it fails; this ove
     rf"|(?:is|was|are|(?:must|has to|should|can|would|will) be)\s(?:{REFUSED}|not {_NO_ANSWER})(?! to\b)"
     rf"|(?:is|was|are)n't {_NO_ANSWER}(?! to\b))"
 )
+_NAME = r"(?:answer|value|solution|root|guess|choice|option|count)"
 _AGAIN = re.compile(
-    r"\b(?:it|this|that|(?:this|that|the) (?:[a-z]+ )?(?:answer|value|solution|root|guess|choice|option|count))$",
-    re.IGNORECASE,
+    rf"\b(?:it|the (?:[a-z]+ )?{_NAME}|(?P<nearest>(?:this|that)(?: (?:[a-z]+ )?{_NAME})?))$", re.IGNORECASE
+)
+_ANOTHER = re.compile(  # the negative root is rejected
+    rf"\b(?:other|another|alternative|second|negative|positive|smaller|larger|complex) {_NAME}s?\b", re.IGNORECASE
 )
 _PART_OF_ANOTHER = re.compile(
     r"(?:[\w.,]|(?:[-−/^_<>≤≥+*·×]|\\[a-z]+|\b(?:than|least|most|to|of|under|below|with|for|by))[\s$]*)$"
@@ -61,7 +64,8 @@ def corrected(text: str) -> str | None:
 
 
 def withdrawn(answer: str, after: str) -> bool:
-    """Whether the text behind an answer says that it is none. "It" and "this" behind another number are that number.
+    """Whether the text behind an answer says that it is none. "It" and "this" behind another number are that number;
+    "it" behind "the other root" is that root.
 
     >>> withdrawn("42", ". But this misses a case."), withdrawn("3", "; 3 is extraneous"), withdrawn("2", "; 3 fails")
     (True, True, False)
@@ -69,7 +73,8 @@ def withdrawn(answer: str, after: str) -> bool:
     after, value = after[:_LONGEST], answer.rpartition("=")[2].strip(" $").rstrip("})")
     for found in _REJECTED.finditer(after):
         before = after[: found.start()].rstrip(" $*})")
-        if _AGAIN.search(before) is not None and not any(map(str.isdigit, before)):
+        again = None if any(map(str.isdigit, before)) else _AGAIN.search(before)
+        if again is not None and (again["nearest"] or _ANOTHER.search(before) is None):
             return True
         if value and before.endswith(value) and _PART_OF_ANOTHER.search(before.removesuffix(value)) is None:
             return True

@@ -31,8 +31,9 @@ _FOREIGN = (
     r"|nunca|tampoco|não|niet|geen|nooit|inte|aldrig|ikke|aldri|nie|není|nejsou|nikdy|nu (?:este|e|sunt)|nem|ei ole"
     r"|bukan(?:lah)?|tidak|không"
 )
-_ATTRIBUTED = (  # one may think that the answer is 42
-    r"\b(?:may|might|could) (?:think|guess|say|expect|believe|conclude|answer)\b"
+_ATTRIBUTED = (  # one may think that the answer is 42; "we may conclude" is no guess
+    r"\b(?:may|might|could) (?:think|guess|expect|believe)\b"
+    r"|(?<!\bwe )\b(?:may|might|could) (?:say|conclude|answer)\b"
     r"|\b(?:many|most|some) (?:people|students)? ?(?:think|guess|say|expect|believe|conclude|answer)\b"
     r"|\b(?:common|popular|naive|tempting|initial) (?:guess|answer|mistake|error)\b"
     r"|\b(?:suppose|assum(?:e|ing)|if (?:[a-z]+ ){1,3}were)\b"
