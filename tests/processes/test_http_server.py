@@ -5,6 +5,7 @@ a client that has shown the key are left alone.
 
 import asyncio
 import contextlib
+import resource
 import socket
 import threading
 import time
@@ -16,7 +17,9 @@ import httpx
 import pytest
 from starlette.types import Receive, Scope, Send
 
+from stretto.core.errors import RecipeError
 from stretto.processes.http.asgi import unless_gone
+from stretto.processes.http.reach import bind
 from stretto.processes.http.server import HttpServer, admit, give_way, settings_of
 from stretto.processes.http.tls import client_context, server_context
 from tests.certificates import authority
@@ -209,3 +212,14 @@ def test_who_does_not_end_the_handshake_of_tls_is_turned_out_too(tmp_path: Path)
         with httpx.Client(verify=client_context(str(folder)) or False, trust_env=False, timeout=20) as known:
             assert known.get(f"https://{host}:{port}/").text == "ok"
         assert all(_is_closed(stranger, 20) for stranger in crowd)
+
+
+def test_an_address_without_room_for_a_socket_is_refused_as_one_that_is_not_there() -> None:
+    bind("127.0.0.1", 0, "--port").close()  # imports what it needs
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
+    try:
+        with pytest.raises(RecipeError, match=r"--port: .*Too many open files; give an address"):
+            bind("127.0.0.1", 0, "--port")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)

@@ -17,9 +17,9 @@ def bind(host: str, port: int, place: str, refusal: type[UserError] = RecipeErro
     address, for the error. Raises `refusal` if the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        bound = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         raise refusal([Problem(place, str(error), "give an address of this machine")]) from None
-    bound = socket.socket(family, kind, protocol)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind(address)
