@@ -39,8 +39,11 @@ _NAME = r"(?:answer|value|solution|root|guess|choice|option|count)"
 _AGAIN = re.compile(
     rf"\b(?:it|the (?:[a-z]+ )?{_NAME}|(?P<nearest>(?:this|that)(?: (?:[a-z]+ )?{_NAME})?))$", re.IGNORECASE
 )
-_ANOTHER = re.compile(  # the negative root is rejected
-    rf"\b(?:other|another|alternative|second|negative|positive|smaller|larger|complex) {_NAME}s?\b", re.IGNORECASE
+_ANOTHER = re.compile(  # the negative root is rejected; option A is wrong because it ignores friction
+    rf"\b(?:other|another|alternative|second|negative|positive|smaller|larger|complex) {_NAME}s?\b"
+    r"|\b(?:option|choice|answer|statement) \(?(?-i:[A-J])\b|\((?-i:[A-J])\)"
+    rf"|\b(?:fails|(?:is|are|was) {REFUSED}),? (?:because|since|as) it$",
+    re.IGNORECASE,
 )
 _PART_OF_ANOTHER = re.compile(
     r"(?:[\w.,]|(?:[-−/^_<>≤≥+*·×]|\\[a-z]+|\b(?:than|least|most|to|of|under|below|with|for|by))[\s$]*)$"
@@ -65,12 +68,12 @@ def corrected(text: str) -> str | None:
 
 def withdrawn(answer: str, after: str) -> bool:
     """Whether the text behind an answer says that it is none. "It" and "this" behind another number are that number;
-    "it" behind "the other root" is that root.
+    "it" behind another answer ("the other root", "option A") is that answer.
 
     >>> withdrawn("42", ". But this misses a case."), withdrawn("3", "; 3 is extraneous"), withdrawn("2", "; 3 fails")
     (True, True, False)
     """
-    after, value = after[:_LONGEST], answer.rpartition("=")[2].strip(" $").rstrip("})")
+    after, value = after[:_LONGEST], answer.rpartition("=")[2].strip(" $").rstrip("})").lstrip("(")
     for found in _REJECTED.finditer(after):
         before = after[: found.start()].rstrip(" $*})")
         again = None if any(map(str.isdigit, before)) else _AGAIN.search(before)
