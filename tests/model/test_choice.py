@@ -126,7 +126,7 @@ def test_a_measurement_offers_what_it_was_given_or_the_default(dtype: torch.dtyp
     choice = measure((64, 96), dtype, offered)
     assert choice.kernel in ("linear", *offered)
     assert choice.fewest in (1, 16, 64, 256)
-    assert measure((64, 96), dtype, TRAINING).fewest in (1, 256, 1024, 4096)  # 1: torch's own
+    assert measure((64, 96), dtype, TRAINING).fewest in (1, 64, 256, 1024, 4096)  # 1: torch's own
 
 
 def test_weights_too_small_to_matter_are_recorded_unmeasured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ COPIED: tuple[Name, ...] = ("packed", "panels", "widened")
 
 FILE = "kernels.json"
 _TOKENS = (1, 16, 64, 256)  # of a step of generation
-_TRAINED = (256, 1024, 4096)  # of a micro-batch
+_TRAINED = (64, 256, 1024, 4096)  # of a micro-batch
 _MOST_MULTIPLICATIONS = 1 << 26  # larger products are not measured; the largest one measured stands for them
 _FEWEST_MULTIPLICATIONS = 3 << 18  # shapes whose product for 256 tokens has fewer multiplications are not measured
 _COLD_BYTES = 4 << 20  # a step reads each weight from beyond the core's own cache
