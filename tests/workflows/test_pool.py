@@ -22,11 +22,14 @@ import pytest
 from stretto.core.errors import RefusedRequest, RewardFunctionError, WorkflowError
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Outcome
+from stretto_workflows import worker_process
 from stretto_workflows.exchange import Exchange
+from stretto_workflows.pool import WorkflowPool
 from stretto_workflows.session import Session
 from stretto_workflows.wire import RUN_MARK, CallOrder, MemberEnded
 from stretto_workflows.worker_process import _OwnTime
 from tests.launch.running import wait_until
+from tests.launch.warm import session_server
 from tests.workflows.benches import PROMPT, Bench, MakeBench, asks, decode, encode, lives, unusable
 
 
@@ -142,9 +145,15 @@ def test_one_for_which_no_file_can_be_opened_fails_alone(bench: MakeBench) -> No
     assert second.verdict.reason.endswith("Too many open files"), second.verdict.reason
 
 
-def test_a_thread_that_is_left_behind_holds_no_reward_up(bench: MakeBench) -> None:
-    made = bench("Tires", deadline=2.0)
-    assert [one.verdict.outcome for one in made.run()] == [Outcome.RIGHT, Outcome.RIGHT]
+async def test_a_thread_that_is_left_behind_holds_no_reward_up_and_ends_no_process(
+    bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_process, "_GONE_SECONDS", 0.1)
+    made = bench("Tires", deadline=4.0)
+    async with WorkflowPool(made.config, made.log, say=made.said.append, spawner=session_server()) as pool:
+        found = [await pool.run(made.exchange(member)) for member in range(2)]
+        await asyncio.sleep(0.5)  # in which an abandoned trajectory would have worn its process out
+    assert ([one.verdict.outcome for one in found], made.said) == ([Outcome.RIGHT, Outcome.RIGHT], [])
 
 
 def test_one_that_hangs_fails_alone(bench: MakeBench) -> None:
