@@ -1,11 +1,9 @@
 """What makes the imports of a role shorter changes nothing that they come to: transformers finds the same names, the
-environment is as before, garbage is looked for again, and torch's compiler, imported when it is first used, knows all
-marks."""
+environment is as before, garbage is looked for again."""
 
 import gc
 import importlib.metadata
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
@@ -135,34 +133,3 @@ def test_the_environment_and_the_search_for_garbage_are_as_before(monkeypatch: p
         assert not gc.isenabled()
         raise ImportError
     assert (dict(os.environ), sys.meta_path, gc.isenabled()) == (before, finders, True)
-
-
-COMPILING = """
-import sys
-from stretto_app.forking.imports import quick_imports
-
-with quick_imports():
-    import torch
-    from transformers import PreTrainedModel
-
-torch._dynamo.disable(print)("called")
-print("torch._dynamo.symbolic_convert" in sys.modules)
-
-def calls(x):
-    return plain(x) + 1
-
-plain = torch._dynamo.disable(lambda x: x * 2)
-assert calls(torch.ones(1)) == 3
-graphs = []
-assert torch.compile(calls, backend=lambda graph, _: graphs.append(graph) or graph.forward)(torch.ones(1)) == 3
-print("torch._dynamo.symbolic_convert" in sys.modules, "mul" in graphs[0].code, "add" in graphs[0].code)
-
-from torch._dynamo import trace_rules
-print(trace_rules.lookup_callable(PreTrainedModel.can_record_outputs.fget).__name__)
-"""
-
-
-def test_the_compiler_of_torch_is_imported_when_it_is_first_used_and_knows_the_functions_marked_before() -> None:
-    done = subprocess.run([sys.executable, "-c", COMPILING], capture_output=True, text=True, check=False)
-    told = ["called", "False", "True False True", "TorchInGraphFunctionVariable"]
-    assert done.stdout.splitlines() == told, done.stderr

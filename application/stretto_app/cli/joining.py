@@ -49,15 +49,14 @@ def _join(
 ) -> None:
     check_packages(f"stretto {kind}", "stretto_cluster")
     with importing():
-        from stretto_app.forking.imports import WHOLE, imports_of_roles
+        from stretto_app.forking.imports import imports_of_roles
 
         with imports_of_roles():  # libraries start no threads, with which no process is forked
             from stretto_app.extensions.commands.join import ROLES, offer, work
         from stretto_app.forking.role import fork_server
 
     brought = offer(join, token, count=count, host=host, tls=tls, patience=patience, kind=kind)
-    modules = (WHOLE,) if kind == "rank" else ()
-    with fork_server(modules, roles=(ROLES[kind],), beside=True) as spawner:
+    with fork_server(roles=(ROLES[kind],), beside=True) as spawner:
         work(brought, lambda text: print(text, flush=True), spawner)
 
 

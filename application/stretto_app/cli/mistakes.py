@@ -40,7 +40,7 @@ def refuse_recipe(
     recipe: Path, overrides: Sequence[str], *, paths: bool = True, functions: bool = False
 ) -> tuple[str, ...]:
     """Check the keys and values of a recipe, with `paths` the paths that it names, and with `functions` its rewards and
-    its workflow. Return the modules that its model and its ranks need.
+    its workflow. Return the modules of transformers that its model needs.
 
     Raises:
         RecipeError: the file is missing or broken, or keys or values are wrong; names all.
@@ -48,7 +48,7 @@ def refuse_recipe(
         DataError: with `paths`: a data file is missing.
         RewardFunctionError, WorkflowError: with `functions`: a reward or the workflow is nowhere.
     """
-    from stretto_app.forking.imports import WHOLE, imports_of_roles
+    from stretto_app.forking.imports import imports_of_roles
 
     refuse_file(recipe)
     with importing(), imports_of_roles():
@@ -64,7 +64,7 @@ def refuse_recipe(
             if functions:
                 check_functions(found)
         mistakes.done()
-        return (*found.model.modules(), *((WHOLE,) if found.trainer.ranks > 1 else ()))
+        return found.model.modules()
 
 
 def refuse_training(

@@ -5,8 +5,6 @@ On each import, transformers reads all 2,100 files of its models for the names i
 128 of 520 folders; of each file it splits all lines to find one that begins with ``__all__``. That is a fifth of a
 role's import time. It also asks Python which distribution each package belongs to, and Python makes a path of each
 installed file; torch reads source files to name the line of each operation. Those take a tenth.
-
-transformers also imports torch's compiler, which no role uses, to mark functions for it: another tenth.
 """
 
 from __future__ import annotations
@@ -17,9 +15,8 @@ import importlib.metadata
 import inspect
 import os
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
@@ -29,19 +26,15 @@ from stretto.processes.spawn import OFFLINE, settings
 
 SCANS = "transformers.utils.import_utils"
 SOURCES = "torch._library.utils"
-COMPILER = "torch._dynamo"
-WHOLE = "torch._dynamo.trace_rules"  #: imported with the compiler: for ranks, in which torch's collectives use it
 _NAMES, _FOLDER = "fetch__all__", "create_import_structure_from_path"
 _PLACE = "get_source"
-_OF_MASKS = "_trace_wrapped_higher_order_op"  # the compiler's one module that transformers uses without it
 _LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"  # torch asks the kernel for them, for tensors of 2 MiB and more
 
 
 @contextmanager
 def quick_imports() -> Iterator[None]:
     """Context manager for imports: turns off the garbage collector, which would traverse all modules again and again (a
-    fifth of the time). transformers and torch, if imported in the block, read fewer files, and torch's compiler is
-    imported when it is first used."""
+    fifth of the time). transformers and torch, if imported in the block, read fewer files."""
     collecting, finder = gc.isenabled(), _Finder()
     gc.disable()
     sys.meta_path.insert(0, finder)
@@ -74,12 +67,11 @@ def imports_of_roles() -> Iterator[None]:
 
 class _Finder(MetaPathFinder):
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name not in PATCHES and name != COMPILER:
+        if name not in PATCHES:
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
-            loader = _Postponing if name == COMPILER else _Loader
-            spec.loader = loader(spec.loader.name, spec.loader.path)
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
 
 
@@ -88,84 +80,6 @@ class _Loader(SourceFileLoader):
         with _quick_metadata() if module.__name__ == SCANS else nullcontext():
             super().exec_module(module)
         PATCHES[module.__name__](module)
-
-
-class _Postponing(SourceFileLoader):
-    """Loads torch's compiler as a module that is executed when it is asked for anything but its marks (`_Marks`)."""
-
-    def exec_module(self, module: ModuleType) -> None:
-        with suppress(ImportError):
-            importlib.import_module(f"{module.__name__}.{_OF_MASKS}")
-        module.__class__ = _Compiler
-        marks = module.__dict__["_marks"] = _Marks(module)
-        for mark in _MARKS:
-            module.__dict__[mark] = getattr(marks, mark)
-        module.__dict__["_path"] = module.__dict__.pop("__path__")  # with it, parts would be imported without the whole
-
-    def whole(self, module: ModuleType) -> None:
-        super().exec_module(module)
-
-
-class _Compiler(ModuleType):
-    """torch's compiler before its first use."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") and name != "__path__":  # asked of every module
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        with _LOADING:
-            if (marks := self.__dict__.pop("_marks", None)) is not None:
-                self.__path__ = self.__dict__.pop("_path")
-                for mark in _MARKS:
-                    del self.__dict__[mark]
-                loader = self.__loader__
-                assert isinstance(loader, _Postponing)
-                loader.whole(self)
-                self.__class__ = ModuleType  # type: ignore[assignment]
-                for function in marks.allowed:
-                    self.allow_in_graph(function)
-            elif name not in self.__dict__:
-                raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return getattr(self, name)
-
-
-class _Marks:
-    """The compiler's marks for functions, put on before the compiler is there. `allowed`: functions that it is to call
-    as they are."""
-
-    def __init__(self, compiler: ModuleType) -> None:
-        self._compiler = compiler
-        self.allowed: list[Callable[..., Any]] = []
-
-    def allow_in_graph(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        self.allowed.append(function)
-        return function
-
-    @staticmethod
-    def assume_constant_result(function: Callable[..., Any]) -> Callable[..., Any]:
-        function.__dict__["_dynamo_marked_constant"] = True
-        return function
-
-    @staticmethod
-    def graph_break(*told: Any, **named: Any) -> None:
-        """Do nothing: nothing is compiled. torch's optimizers call it in every step."""
-
-    def disable(self, function: Any = None, recursive: bool = True, **told: Any) -> Any:
-        """Return a function that does the same, and is not compiled."""
-        if function is None:
-            return functools.partial(self.disable, recursive=recursive, **told)
-
-        marked = functools.cache(lambda: self._compiler.disable(function, recursive, **told))
-
-        @functools.wraps(function)
-        def plain(*arguments: Any, **named: Any) -> Any:
-            made = function if type(self._compiler) is _Compiler else marked()  # without it nothing is compiled
-            return made(*arguments, **named)
-
-        return plain
-
-
-_MARKS = ("allow_in_graph", "assume_constant_result", "disable", "graph_break")
-_LOADING = threading.RLock()
 
 
 @contextmanager
