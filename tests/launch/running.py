@@ -58,7 +58,7 @@ class Ended:
     err: str
 
     def well(self) -> str:
-        """It ended without a mistake; what it printed."""
+        """Assert that it ended without a mistake, and return what it printed."""
         assert self.code == 0, self.out + self.err
         return self.out
 

@@ -65,7 +65,8 @@ def _sums_of_each(builder: Any, vectors: list[Any]) -> Any:
 
 
 def _vectors_at(builder: Any, address: Any, kind: int, count: int, paired: bool) -> list[Any]:
-    """Load `count` vectors of memory: as they are for float32, or if `paired`; else as twice as many of float32."""
+    """Load `count` vectors from memory. Vectors of bfloat16 stay pairs of numbers if `paired`; otherwise each becomes
+    two vectors of float32."""
     ir = code.ir
     held = ir.VectorType(ir.FloatType() if kind == FLOAT else ir.IntType(32), LANES)
     vectors = read_vectors(builder, address, held, count)
