@@ -41,9 +41,9 @@ def due(admitted_version: int, max_staleness: Staleness) -> float:
 
 
 class BoundChange(Record, frozen=True, array_like=True):
-    """A change that the run made itself to a bound set to "auto", from `before` to `after`; it applies to groups
-    admitted afterwards. `step`: its measurements led to it; `key`: number of the first of these groups, set by the
-    ledger.
+    """A change that the run made itself to a bound set to "auto", from `before` to `after`; the new bound applies to
+    groups admitted afterwards. `step`: training step whose measurements led to the change; `key`: number of the first
+    of these groups, set by the ledger.
 
     Example: ``BoundChange(step=9, name="max_staleness", before=4, after=2, reason="mismatch 1.2 of its limit (...)")``
     """

@@ -57,7 +57,7 @@ def coarser(*dtypes: str) -> str:
 
 
 def routes(config: Mapping[str, Any]) -> bool:
-    """Whether a model with this `config.json` is a mixture of experts: it, or a table in it, has more than one expert.
+    """Whether a model with this `config.json` is a mixture of experts: more than one expert in it or a table of it.
 
     >>> routes({"num_experts": 8}), routes({"text_config": {"num_local_experts": 4}}), routes({"num_experts": None})
     (True, True, False)
@@ -109,8 +109,8 @@ class TensorDigest(Record, frozen=True):
     sums: str = ""
 
     def agrees(self, other: TensorDigest) -> bool:
-        """Whether both are of equal tensors: the dtypes are equal, and all that both have, at least one of checksum and
-        sums.
+        """Whether both are of equal tensors: the dtypes are equal, both digests have `checksum` or both have `sums`,
+        and what both have is equal.
 
         >>> published, found = TensorDigest("F32", "12", sums="7 9"), TensorDigest("F32", "12")
         >>> published == found, published.agrees(found), published.agrees(TensorDigest("F32", "", sums="7 8"))
@@ -209,9 +209,10 @@ class Loaded(Record, frozen=True):
 
 def distance(canary: Canary, scores: Scores) -> float:
     """Mean absolute difference (nats per token) of an engine's log-probabilities from the expected ones. It is the
-    largest of three means: of tokens computed together, of decoded tokens, and of the pairs. If the model is a mixture
-    of experts, each mean is multiplied by √(number of its tokens / 64). A log-probability that is not finite counts as
-    a difference of 10,000. The result is 10,000 if the scores are not one per token.
+    largest of three means: of tokens computed in one forward pass, of tokens decoded one at a time, and of
+    `scores.pairs`. If the model is a mixture of experts, each mean is multiplied by √(number of its tokens / 64). A
+    log-probability that is not finite counts as a difference of 10,000. The result is 10,000 if the numbers of scores
+    and of the canary's log-probabilities differ.
 
     >>> canary = Canary(version=1, token_ids=(5, 2, 7), logprobs=(-1.0, -2.0), depth=2)
     >>> distance(canary, Scores(logprobs=(-1.0, -2.5), decoded=1))
@@ -289,8 +290,8 @@ class Proven(Record, frozen=True):
 class CanaryRecord(Record, frozen=True):
     """State of the canaries, saved in the ledger. `since`: first version with a canary (0, except in runs begun by an
     older stretto). `token_ids`: the text. `tolerances`: by make. `proven`: versions by engine. `newest` and `worst`:
-    each engine's newest proof, and its proof with the largest share of its tolerance. `refused`: number of failed
-    proofs."""
+    for each engine the newest proof, and the proof whose distance was the largest share of the tolerance. `refused`:
+    number of failed proofs."""
 
     since: int = 0
     token_ids: tuple[int, ...] = ()

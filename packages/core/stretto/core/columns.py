@@ -53,7 +53,7 @@ def ids_of(columns: bytes, length: int) -> tuple[int, ...]:
 
 
 def view_of_ids(columns: bytes, length: int) -> memoryview:
-    """The token ids of packed `columns` of `length` tokens as they lie there: a sequence that is not unpacked."""
+    """The token ids of packed `columns` of `length` tokens as a view of these bytes (int32), without a copy."""
     return memoryview(columns)[: _ID * length].cast("i")
 
 
@@ -64,8 +64,8 @@ def logprobs_of(columns: bytes, length: int) -> tuple[float, ...]:
 
 
 def are_whole(columns: bytes, length: int, stamps: Stamps) -> bool:
-    """Whether `columns` has exactly the size of `length` tokens: if `stamps` is not empty, with log-probabilities, and
-    `stamps` must hold one version per token; otherwise without log-probabilities."""
+    """Whether `columns` has exactly the size of `length` tokens. With `stamps` (sampled tokens) it must hold their
+    log-probabilities too, and `stamps` one version per token; without `stamps` (given tokens), only token ids."""
     stamped = stamps[0][1] if len(stamps) == 1 else sum([count if count > 0 else length + 1 for _, count in stamps])
     wide = len(columns) in ((_ID + _SINGLE) * length, (_ID + _DOUBLE) * length)
     return (wide and stamped == length > 0) if stamps else len(columns) == _ID * length

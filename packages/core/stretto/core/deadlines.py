@@ -38,7 +38,7 @@ def deadline(
 ) -> AbstractAsyncContextManager[asyncio.Timeout]:
     """Context manager: limit everything awaited inside the block to `seconds`; yields the timeout, which the block may
     reschedule. `owner` and `awaited` name in the error who waited for what; the text returned by `detail`, called when
-    the time is up, is appended to `awaited`. `works`: as that of `waiting`.
+    the time is up, is appended to `awaited`. `works`: while it returns True, a `Watchdog` counts the run as moving.
 
     Raises:
         DeadlineExceeded: `seconds` have passed. A cancellation from outside passes through unchanged.
@@ -79,8 +79,8 @@ async def standstill(
 ) -> AsyncIterator[asyncio.Timeout]:
     """Context manager: raise DeadlineExceeded after `seconds` of waiting for `awaited` (named with `owner` in the
     error); the time restarts whenever the value returned by `progress` changes. `progress` is called six times per
-    `seconds`; a returned None is ignored. After an error in `progress` the time no longer restarts. Yields as
-    `deadline` does."""
+    `seconds`; a returned None is ignored. After an error in `progress` the time no longer restarts. Yields the
+    timeout."""
     async with deadline(owner, awaited, seconds) as scope:
         watch = asyncio.ensure_future(_put_off(scope, seconds, progress))
         try:
@@ -146,8 +146,8 @@ class StallTimer:
 
 
 class Watchdog:
-    """Ends a run without progress for `seconds`, while no open wait is at work within its deadline (`Wait.works`).
-    `progress`: returns a value that changes whenever any process of the run does work."""
+    """Ends a run that makes no progress for `seconds`: `check` raises. An open wait whose `Wait.works` returns True
+    counts as progress. `progress`: returns a value that changes whenever any process of the run does work."""
 
     def __init__(self, progress: Callable[[], object], seconds: float) -> None:
         self._progress, self._seconds = progress, seconds

@@ -64,8 +64,8 @@ class Progress(NamedTuple):
 
 
 class NewToken(Record, frozen=True, gc=False):
-    """A token that the last step sampled. It is of the completion `member` of `request`. `progress()` returns it with
-    its log-probability and version."""
+    """A token that an engine's last step sampled for completion number `member` of `request`. `progress()` returns the
+    token with its log-probability and version."""
 
     request: str
     member: int
@@ -86,8 +86,8 @@ class Engine(Protocol):
         aborts the rest.
 
         Raises:
-            RefusedRequest: the engine refused one of them, and so all.
-            EngineLost: it cannot be reached, is stopping, or ended before the last completion.
+            RefusedRequest: the engine refused one request; none of them is sampled.
+            EngineLost: the engine cannot be reached, is stopping, or ended before the last completion.
             DeadlineExceeded: no completion ended within the client's deadline.
         """
 
@@ -121,7 +121,7 @@ class Engine(Protocol):
         engine does not reply."""
 
     async def spans(self) -> list[Span]:
-        """Return the engine's spans since the last call; the engine forgets them."""
+        """Return the engine's spans (timed activities) since the last call; the engine forgets them."""
 
     def break_off(self) -> None:
         """Close every connection at once; open calls end with EngineLost."""

@@ -21,8 +21,8 @@ Tokens = tuple[int, ...]
 @dataclass(frozen=True)
 class Path:
     """Segments from a root to the last sampled segment that the path trains: one training sample. `behind_prompt`:
-    whether it begins with the prompt, before the first segment. `segments`: their indices, from the root on. `trained`:
-    indices of the sampled ones that no earlier path trains.
+    whether the prompt comes before the first segment. `segments`: indices of the segments, from the root on. `trained`:
+    indices of the sampled segments that no earlier path trains.
 
     Example: the second path of the drawing above: ``Path(behind_prompt=True, segments=(0, 1, 4, 5), trained=(5,))``
     """

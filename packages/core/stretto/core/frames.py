@@ -1,5 +1,5 @@
-"""Framing of messages on a byte stream: a length, then that many bytes of MessagePack; the ranges of numbers in them;
-and JSON that its own reader takes back.
+"""Framing of messages on a byte stream: a length, then that many bytes of MessagePack. Also types for the allowed
+ranges of numbers in messages, and JSON that is checked by decoding it again.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def encoded(value: object) -> bytes:
     """Encode a value as JSON, and check that each record in it can be decoded as its own type.
 
     Raises:
-        msgspec.MsgspecError: it cannot be decoded: a number is outside of its range, or is not finite, which JSON does
-            not know, outside of records' fields whose type has None (it becomes None there).
+        msgspec.MsgspecError: a number is outside of the range of its field, or is not finite; but in a record's field
+            that may be None, a number that is not finite becomes None.
         UnicodeEncodeError: a text has a lone surrogate.
     """
     text = msgspec.json.encode(value)

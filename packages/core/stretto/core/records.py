@@ -168,8 +168,8 @@ class Segment(Record, frozen=True, array_like=True):
         interrupted: int = 0,
         stop_reason: StopReason | None = None,
     ) -> Segment:
-        """Make a segment of `length` tokens from packed `columns` (`core.columns`), interrupted so many times, and
-        compute its checksum."""
+        """Make a segment of `length` tokens from packed `columns` (`core.columns`), and compute its checksum.
+        `interrupted`: number of weight updates that interrupted it. `stop_reason`: None: it is unfinished."""
         return cls(columns, length, stamps, packed.checksum(columns, length, stamps), interrupted, stop_reason)
 
     @property
