@@ -135,7 +135,7 @@ class Pressure(Record, frozen=True):
     """A reading of the engines' load.
 
     Attributes:
-        needed: demand of the fullest engine's open completions over its supply; rows or KV cache, the larger share.
+        needed: demand of the fullest engine's open completions over its supply: batch rows or KV cache, the larger.
         preempted: completions that lost their KV entries since the previous reading.
         engines: number of engines that take groups.
     """
@@ -190,7 +190,8 @@ def measured(state: AdaptiveInFlight, now: Pressure, ended: int) -> AdaptiveInFl
 
 def decided(state: AdaptiveInFlight, engines: int, short: bool, lowest: int, most: int) -> AdaptiveInFlight:
     """Decide on the limit at the end of a window: returns the state with the next limit and an empty window. The state
-    is unchanged while fewer groups than the limit have ended in the window, or without a reading.
+    is unchanged while fewer groups than the limit have ended in the window, or without a reading; a window that is
+    `settling` leaves the limit as it is.
 
     `engines`: number of engines that take groups. `short`: whether this limit alone holds admission back; only then it
     is raised. `lowest`, `most`: smallest and largest number to choose.

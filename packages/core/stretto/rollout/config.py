@@ -92,7 +92,7 @@ class RolloutConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="st
 
     @property
     def filters(self) -> tuple[str | Section, ...]:
-        """The filters named by `filter`, without "none"; a name, or a section if the filter has numbers."""
+        """The filters named by `filter`, without "none"; each a name, or a section if the filter has options."""
         named = self.filter if isinstance(self.filter, tuple) else (self.filter,)
         return tuple(one for one in named if one != "none")
 

@@ -103,8 +103,9 @@ class Controller:
         compared: Compared | None = None,
     ) -> None:
         """Start a controller without groups. `seed`: decides the seeds of completions. `version`: newest published
-        version. `pacing`: None: `Continuous`. `state`: saved by an earlier process of the run, whose unfinished groups
-        `restore` adds afterwards; None: a new run. `compared`: as that of `filters`."""
+        version. `pacing`: decides when groups start; None: as soon as allowed. `state`: saved by an earlier process of
+        the run, whose unfinished groups `restore` adds afterwards; None: a new run. `compared`: returns the lists of
+        rewards that the filter `zero_variance` compares; None: one list, of the whole group."""
         self.config = config
         state = state or ControllerState()
         lowest, _ = config.staleness_bounds
@@ -235,8 +236,8 @@ class Controller:
         return ControllerState(self._prompts.position(), failures, self._staleness, self._starved, self._number)
 
     def seeds_of(self, group_id: str) -> tuple[int, ...]:
-        """The seed of each completion of a group, from the run's seed and the group's id: `derive_seed` of the former
-        and its `trajectory_id`, whose common beginning is hashed once."""
+        """The seed of each completion of a group: `derive_seed` of the run's seed and the completion's `trajectory_id`,
+        computed faster, since the common beginning is hashed once."""
         common, seeds = hashlib.blake2b(f"{self._seed}\x1f{group_id}/".encode(), digest_size=8), list[int]()
         for member in range(self.config.group_size):
             whole = common.copy()
@@ -324,9 +325,9 @@ class Controller:
             )
 
     def take(self) -> Batch | None:
-        """Take the next batch, to be trained at `published`, from the buffer and commit it to the journal; None if it
-        must wait. Under ``beyond_bound = "expire"`` finished groups with stale tokens expire first. Raises
-        BoundViolated if a chosen group breaks its bound (a bug)."""
+        """Take the next batch, to be trained at `published`, from the buffer and commit it to the journal; None if the
+        trainer must wait for groups. Under ``beyond_bound = "expire"`` finished groups with stale tokens expire first.
+        Raises BoundViolated if a chosen group breaks its bound (a bug)."""
         choice = choose(self.config.beyond_bound, self._facts(self.published))
         self._expire_finished(choice.expired)
         if not choice.groups:

@@ -147,7 +147,7 @@ class PromptStream:
         )
 
     def _bits(self, saved: str = "", named: Sequence[str] = ()) -> bytearray:
-        """A bit for each prompt, set for those in `saved` (bits in base64) and those `named` by id."""
+        """A bit for each prompt, set for the prompts in `saved` (such bits in base64) and the prompts `named` by id."""
         bits = bytearray(base64.b64decode(saved).ljust(len(self._prompts) + 7 >> 3, b"\0"))
         for id in named:
             bits[self._places[id] >> 3] |= 1 << (self._places[id] & 7)

@@ -59,8 +59,8 @@ class Questions:
     them.
 
     `demonstrate` returns the demonstrations; it is called at the first use of `demonstrations`, because a resumed run
-    needs none. `weights`: relative shares of an epoch by source; empty: an epoch has all rows of all. `notes`: remarks
-    for the user from reading them.
+    needs none. `weights`: relative shares of an epoch by source; empty: an epoch has all questions. `notes`: remarks
+    for the user, from reading the questions.
     """
 
     training: Sequence[Question]

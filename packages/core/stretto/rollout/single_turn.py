@@ -47,8 +47,8 @@ async def judge(
 ) -> list[Trajectory]:
     """Judge single-turn completions of one prompt together; returns their trajectories in order.
 
-    If the prompt opens a thought, its opening mark is put before each text that `score` gets; the trajectories' texts
-    are without it.
+    If the prompt ends in an open thinking tag, that tag is put before each text that `score` gets, but not before the
+    trajectories' texts.
     """
     segments = [completion.segment for completion in completions]
     texts = [detokenize(view_of_ids(segment.columns, segment.length)) for segment in segments]
