@@ -13,7 +13,7 @@ _ANSWER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in reward: its ``package.module:function``, and its hard limit for one completion in seconds.
+    """A built-in reward: its ``package.module:function``, and its hard limit for one completion in CPU seconds.
 
     `gold`: ``package.module:function`` of a function, called like a reward, that checks each gold answer when the data
     is loaded; "": none. It raises `Undecided` for one that no completion could match. `configured`: `function` is a

@@ -41,7 +41,8 @@ def final_answer(prompt: str, completion: str, answer: str) -> bool:
 
 
 def behind_the_last_sign(prompt: str, completion: str) -> str:
-    """The answer that `final_answer` compares: equal for completions that it takes for equal; "" if there is none."""
+    """The text after the last ``=`` (all text without one), normalized and without thoughts, as `final_answer` compares
+    it; "" if there is none. Two completions with the same text are the same answer."""
     return _canonical(said(completion, prompt).rpartition("=")[2])
 
 
@@ -68,7 +69,8 @@ def last_number(prompt: str, completion: str, answer: str) -> bool:
 
 
 def number_of_completion(prompt: str, completion: str) -> str | None:
-    """The number that `last_number` compares: equal for completions that it takes for equal; None without one."""
+    """The last number of the completion, normalized, as `last_number` compares it (thoughts are removed first); None if
+    there is none."""
     numbers = _NUMBER.findall(said(completion, prompt))
     return _canonical_decimal(numbers[-1]) if numbers else None
 

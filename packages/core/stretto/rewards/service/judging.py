@@ -114,8 +114,8 @@ def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
 
 
 def why_lacking(function: Callable[..., object], row: str) -> str:
-    """Return a sentence with the required parameters of a reward function that the row has no field for, and the fields
-    that it has; "" if it lacks none. `row`: as for `fields_taken`."""
+    """Return a sentence that names the required parameters of a reward function for which the row has no field, and the
+    row's fields; "" if none is missing or the function has no signature. `row`: its fields as a JSON object."""
     fields: dict[str, Any] = json.loads(row) if row else {}
     try:
         parameters = inspect.signature(function).parameters
@@ -261,7 +261,7 @@ class LoadedPart:
 
 
 def loaded(parts: Sequence[PartSettings]) -> tuple[LoadedPart, ...]:
-    """Load the functions of all parts. Raises as `load_reward`."""
+    """Load the functions of all parts. Raises RewardFunctionError if one cannot be loaded."""
     return tuple([LoadedPart(part, load_reward(part.function, part.settings, part.place)) for part in parts])
 
 

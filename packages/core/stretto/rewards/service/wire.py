@@ -23,8 +23,9 @@ from stretto.processes.kernel import memory_file
 
 
 class Facts:
-    """Facts of the first worker, and facts of later workers (a restarted one, say) that differ from them, or that the
-    first did not report. `known`: all, by name; those of later workers as "NAME of WORKER".
+    """Facts about the reward that its workers report, as the level of the sandbox: those of the first worker, and those
+    of later workers that the first did not report or that differ. `known`: all, by name; those of later workers as
+    "NAME of WORKER".
 
     >>> facts = Facts()
     >>> facts.hear("rewards-0", {"sandbox": "level A"}), facts.hear("rewards-1", {"sandbox": "level A"})
@@ -139,8 +140,8 @@ class Refused(Record, frozen=True, tag=True):
 
 
 class Verdicts(Record, frozen=True, tag=True):
-    """Message: the verdicts of one request (`request`: its id), in its order. `start`, `end`: of the work, in seconds
-    of `time.monotonic`."""
+    """Message: the verdicts of one request (`request`: its id), in the order of its items. `start`, `end`: of the work,
+    in seconds of `time.monotonic`."""
 
     request: Count
     verdicts: tuple[Verdict, ...]
