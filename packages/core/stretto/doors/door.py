@@ -94,7 +94,7 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
         return {name: _field(part, parameter) for name, parameter in parameters.items()}
 
     def bound(self, part: Part) -> Part:
-        """Return `part` with the numbers of this section bound as keyword arguments. A user-defined part is also
+        """Return `part` with the settings in this section bound as keyword arguments. A user-defined part is also
         `guarded`: its exceptions become a RecipeError."""
         numbers = {name: getattr(self, name) for name in _by_name(part)}
         return partial(guarded(self.place, self.kind, part) if is_own(self.kind) else part, **numbers)
@@ -184,8 +184,8 @@ class Door(Generic[Kind]):
     several: bool = False
 
     def __call__(self, kind: str, **numbers: object) -> Kind:
-        """Make the section of the part called `kind` with these numbers, as ``LOSSES("ppo", clip_low=0.1)``. Raises
-        RecipeError if the part cannot be loaded, and pydantic's ValidationError for wrong numbers."""
+        """Make the section of the part called `kind` with these settings, as ``LOSSES("ppo", clip_low=0.1)``. Raises
+        RecipeError if the part cannot be loaded, and pydantic's ValidationError for wrong settings."""
         return self.model(kind)(kind=kind, **numbers)
 
     def load(self, name: str) -> Part:
@@ -199,8 +199,8 @@ class Door(Generic[Kind]):
         return part
 
     def model(self, kind: str) -> type[Kind]:
-        """Return the section class of the part called `kind`. Raises RecipeError if the part cannot be loaded, or its
-        numbers cannot be written in a recipe."""
+        """Return the section class of the part called `kind`. Raises RecipeError if the part cannot be loaded, or one
+        of its keyword-only parameters cannot be written in a recipe."""
         part = self.load(kind)
         try:
             return _model(self, kind, part)
@@ -213,7 +213,7 @@ class Door(Generic[Kind]):
         return [self.model(kind) for kind in self.built_in]
 
     def bound(self, value: str | Section) -> Part:
-        """Return the part that a key's value (a name or a section) names, with its numbers bound as keyword arguments.
+        """Return the part that a key's value (a name or a section) names, with its settings bound as keyword arguments.
         Raises RecipeError if the part cannot be loaded, also for a value of `words`, which names no part."""
         section = value if isinstance(value, Section) else self(value)
         return section.bound(section.part)

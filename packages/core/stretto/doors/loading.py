@@ -145,9 +145,9 @@ def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> objec
 
 
 def check_source(name: str, place: str, what: str, built_in: Mapping[str, str], folder: str | None) -> None:
-    """Check that the part called `name` exists, without an import: of a user-defined one in `folder` or the working
-    directory the source text is read. One elsewhere, or whose text does not tell, is taken for right. Other arguments
-    are those of `load`.
+    """Check that the part called `name` exists, without importing it: the source text of a user-defined part is read,
+    if its module is in `folder` or the working directory. A module elsewhere, or whose text does not tell, passes. The
+    other arguments are those of `load`.
 
     Raises:
         RecipeError: no built-in part has the name, there is no such module, or its text does not define the name.
@@ -166,8 +166,8 @@ def check_source(name: str, place: str, what: str, built_in: Mapping[str, str], 
 
 
 def _source(module: str, folder: str | None) -> ast.Module | None:
-    """Parse the source file of a module in `folder` or the working directory. None: it is elsewhere, or has none that
-    can be read. Raises ModuleNotFoundError if its top package is nowhere."""
+    """Parse the source file of a module in `folder` or the working directory. None: the module is elsewhere, or has no
+    source file that can be parsed. Raises ModuleNotFoundError if its top package is nowhere."""
     names = module.split(".")
     spec = PathFinder.find_spec(names[0], [*filter(None, (folder,)), os.getcwd()])
     if spec is None or spec.origin is None:  # a folder without `__init__.py` comes behind every package with one
@@ -201,8 +201,8 @@ _HIDDEN = {"*", "__getattr__", "exec", "globals", "locals", "modules", "setattr"
 
 
 def _bound(tree: ast.Module) -> set[str] | None:
-    """All names that are bound anywhere in a module; None if it may have others. The parts of the names of imported
-    modules count: a package gets each module in it that is imported as an attribute."""
+    """All names that are bound anywhere in a module, each part of an imported module's name among them; None if the
+    text cannot tell, since it has a word of `_HIDDEN`, such as `exec` or a star import."""
     names, others = set[str](), set[str]()
     for node in ast.walk(tree):
         match node:

@@ -107,8 +107,8 @@ def _near(details: ErrorDetails) -> str:
 
 
 def _alias(keys: Sequence[str], beside: Sequence[str]) -> str:
-    """Suggest the key that has the name `keys[-1]` in other systems; "" if there is none. `beside`: keys allowed in the
-    same section."""
+    """Suggest stretto's key for the unknown key `keys[-1]`, if other systems call it so (``lr``); "" for other names.
+    `beside`: keys allowed in the same section."""
     known = _OTHER_NAMES.get(keys[-1])
     if known is None:
         return ""
