@@ -23,7 +23,7 @@ def end_of(pid: int) -> int:
     """Open a descriptor (pidfd) that becomes readable when the process ends; the caller closes it.
 
     Raises:
-        ProcessLookupError: it has ended, and was waited for.
+        ProcessLookupError: the process has ended, and was waited for.
         OSError: there are too many descriptors, or the system lacks pidfd.
     """
     if sys.platform == "linux":
@@ -35,7 +35,7 @@ def send_signal(end: int, number: signal.Signals) -> None:
     """Send a signal to the process of `end`, a descriptor from `end_of`.
 
     Raises:
-        ProcessLookupError: it has ended, and was waited for.
+        ProcessLookupError: the process has ended, and was waited for.
         OSError: the system lacks pidfd.
     """
     if sys.platform == "linux":
@@ -59,9 +59,9 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def take_lease(path: str | os.PathLike[str], file: int) -> bool:
-    """Take a lease on the file at `path`, which the caller has open for writing as the descriptor `file`. False,
-    without a lease, if something else has the file open or mapped, or if that cannot be known. Everybody who opens the
-    file during the lease waits until `end_lease`, or until the descriptor is closed."""
+    """Take a write lease (fcntl) on the file at `path`, which the caller has open for writing as the descriptor `file`.
+    False, without a lease, if something else has the file open or mapped, or if that cannot be known. Everybody who
+    opens the file during the lease waits until `end_lease`, or until the descriptor is closed."""
     with contextlib.suppress(OSError):  # the file system has no leases
         return _tells_of_mappings(path, file) and _granted(file)
     return False

@@ -238,7 +238,7 @@ class ReplaceableProcess(Protocol):
 
     @property
     def clock_offset(self) -> float:
-        """Seconds to add to times of its machine's clock to get times of ours."""
+        """Seconds to add to times of the clock of the process's machine to get times of the conductor's clock."""
 
     @property
     def running(self) -> bool: ...

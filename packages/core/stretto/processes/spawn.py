@@ -116,7 +116,7 @@ def describe_exit(code: int) -> str:
 
 def environment(threads: int) -> dict[str, str]:
     """All environment variables of a role: those of this process without the run's token, options of glibc's allocator
-    (the user's win), and `settings(threads)`. The thread count must be set before torch is imported."""
+    (the user's own options win), and `settings(threads)`. The thread count must be set before torch is imported."""
     inherited = {name: value for name, value in os.environ.items() if name != TOKEN}
     memory = ":".join((_LARGE_PAGES, *(f"glibc.malloc.{name}={value}" for name, value in _MEMORY.items())))
     return {_TUNABLES: memory} | inherited | settings(threads)

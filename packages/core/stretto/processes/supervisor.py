@@ -106,7 +106,7 @@ class Supervisor(Generic[T]):
                 of this class.
             say: gets one sentence for each replacement.
             log: path of the role's log, for the error.
-            wanted: asked before each further start; False: the role's end is raised instead.
+            wanted: called before each further start; if it returns False, RoleDied is raised in place of the start.
             sleep: waits as many seconds as it gets, before each further start; it may return early.
         """
         self.name, self.restarts = name, restarts

@@ -98,8 +98,8 @@ async def when_gone(receive: Receive, leave: Callable[[], None]) -> None:
 
 
 async def has_gone(receive: Receive) -> bool:
-    """Whether the client has disconnected already, also if the event loop has read its request and the end of the
-    connection at once, after a long step. Call it after the body has been read from `receive`."""
+    """Whether the client has disconnected already. Waits a few turns of the event loop, to notice also an end of the
+    connection that came together with the request. Call it after the body has been read from `receive`."""
     gone = asyncio.create_task(when_gone(receive, lambda: None))
     for _ in range(_TURNS_TO_NOTICE):
         await asyncio.sleep(0)
@@ -146,9 +146,9 @@ _FIELD = re.compile(r"^Object (?:contains unknown|missing required) field `(?P<n
 
 
 def parse_record(raw: bytes, kind: type[AnyRecord]) -> AnyRecord:
-    """Parse the JSON body `raw` into a record of type `kind`. Unknown fields that are null, and null where the record
-    allows none, count as absent, since some clients send every field of their types. Raises RefusedRequest, with the
-    first wrong field, if the body is invalid."""
+    """Parse the JSON body `raw` into a record of type `kind`. Unknown fields that are null, and null in a field that
+    may not be null, count as absent, since some clients send every field of their types. Raises RefusedRequest, with
+    the first wrong field, if the body is invalid."""
     try:
         try:
             return msgspec.json.decode(raw, type=kind)

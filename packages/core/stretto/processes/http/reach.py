@@ -13,8 +13,8 @@ _SECONDS = 5.0
 
 
 def bind(host: str, port: int, place: str, refusal: type[UserError] = RecipeError) -> socket.socket:
-    """A TCP socket bound to an address of this machine; port 0 takes a free port. `place`: the setting with the
-    address, for the error. Raises `refusal` if the address is not available."""
+    """A TCP socket bound to an address of this machine, not listening yet; port 0 takes a free port. `place`: the
+    setting with the address, for the error. Raises `refusal` if the address is not available."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)

@@ -110,7 +110,8 @@ class _Stranger:
 
     @property
     def idle_since(self) -> float:
-        """Time at which it was last seen to be busy, or got its last reply, in seconds of `time.monotonic`."""
+        """Time at which the connection was last seen to be busy, or got its last reply, in seconds of
+        `time.monotonic`."""
         return self.since if self.protocol is None else max(self.since, self.protocol.answered_at)
 
 
@@ -215,7 +216,8 @@ class _Protocol(_BoundedHeads):
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn server that bounds strangers on TCP sockets (not on Unix sockets)."""
+    """uvicorn server that limits *strangers*, connections whose requests have not shown the key (`admit`): their
+    number, and how long one may be idle. On TCP sockets only, not on Unix sockets."""
 
     def __init__(
         self,
@@ -240,7 +242,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Context manager that handles signals, if `signals` was given; `serve` enters it."""
+        """Context manager that handles SIGINT and SIGTERM, unless `signals` is False; `serve` enters it."""
         with super().capture_signals() if self._signals else contextlib.nullcontext():
             yield
 

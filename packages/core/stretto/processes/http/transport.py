@@ -71,7 +71,7 @@ class GatheringTransport(asyncio.Transport):
         self._inner.close()
 
     def abort(self) -> None:
-        """Close it and drop unsent data."""
+        """Close the connection at once and drop unsent data."""
         self._parts.clear()
         self._inner.abort()
 
@@ -80,11 +80,11 @@ class GatheringTransport(asyncio.Transport):
         return sum(map(len, self._parts)) + self._inner.get_write_buffer_size()
 
     def is_closing(self) -> bool:
-        """Whether it is closed, or about to be."""
+        """Whether the connection is closed, or about to be."""
         return self._inner.is_closing()
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
-        """Fact `name` about the inner connection, `default` if there is none."""
+        """Information about the inner connection by its asyncio name, as "socket"; `default` if there is none."""
         return self._inner.get_extra_info(name, default)
 
     def pause_reading(self) -> None:
