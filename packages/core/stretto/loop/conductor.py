@@ -161,7 +161,8 @@ class Conductor:
         self._forget(ticket, trajectories)
 
     def _report_filtered(self, groups: int) -> None:
-        """Log `groups`, filtered since the last batch, if they are four batches' worth, or that doubled n times."""
+        """Log `groups`, the number filtered since the last batch, if it is 1, 2, 4, 8, ... times that of four
+        batches."""
         times, rest = divmod(groups, _SILENT_BATCHES * self.controller.config.batch_size)
         if not rest and times.bit_count() == 1:
             self.recorder.filtered(groups)

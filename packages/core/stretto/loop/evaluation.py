@@ -127,9 +127,10 @@ class BestPolicy:
         self._held = step if self._candidate(step).is_dir() else None
 
     def measured(self, step: int, evaluation: Evaluation) -> None:
-        """Count the evaluation that began at `step`. If it is the best so far by more than `least_gain` (while
-        ``policy/best`` exists, of those whose policy was copied by `hold`), write ``best.json`` and move that copy to
-        ``policy/best``; otherwise delete the copy. Log once when `enough` becomes true."""
+        """Count the evaluation that began at `step`. If it is the best so far by more than `least_gain`, write
+        ``best.json`` and move the copy of its policy that `hold` made to ``policy/best``; otherwise delete the copy.
+        While ``policy/best`` exists, an evaluation without such a copy is never the best. Log once when `enough`
+        becomes true."""
         before = self.enough
         better = self._follow(step, evaluation.version, evaluation.accuracy)
         if self.enough and not before:  # said once

@@ -58,7 +58,8 @@ class TrainerReplies:
         self._writing.pop(folder, None)
 
     async def published(self, version: int, seconds: float) -> None:
-        """Wait until engines can load `version`; raises as `saved`."""
+        """Wait at most `seconds` until engines can load `version`. Raises DeadlineExceeded, or RoleDied or WireError as
+        `saved`."""
         await self.saved(_name(version), seconds)
 
     async def _listen(self) -> None:

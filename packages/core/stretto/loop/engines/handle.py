@@ -185,8 +185,8 @@ class EngineHandle:
 
     async def supervise(self, say: Callable[[str], None]) -> NoReturn:
         """Replace the engine's process whenever it ends, unless the engine is leaving, and kill a suspected one that
-        stays silent; runs until it raises or is cancelled. `say` gets a log line for each replacement. Raises as
-        `replace`."""
+        stays silent; runs until it raises or is cancelled. `say` gets a log line for each replacement. Raises RoleDied,
+        UnprovenWeights or WireError, as `replace`."""
         await gather_or_cancel(self._replace_when_it_ends(say), self._reinstate())
         raise AssertionError("a watcher never ends by itself")
 
@@ -201,8 +201,8 @@ class EngineHandle:
         """Start a new process after the engine's process has ended; returns when it serves the newest version. Does
         nothing if the engine is leaving.
 
-        `how`: how the process ended, for the log. `say`: gets a log line for each start. `publication_seconds`: as for
-        `start`.
+        `how`: how the process ended, for the log. `say`: gets a log line for each start. `publication_seconds`: seconds
+        that each start may take beyond `deadlines.start`.
 
         Raises:
             RoleDied: the process died more often than `deadlines.engine_restarts` allows.
@@ -275,8 +275,8 @@ class EngineHandle:
 
     async def keep_loaded(self) -> NoReturn:
         """Load each newer published version, at most one in `load_interval` seconds; runs until it raises or is
-        cancelled. An engine that does not reply becomes suspected. Raises as `reach`, but the deadline is that of one
-        load."""
+        cancelled. An engine that does not reply becomes suspected. Raises UnprovenWeights and WireError as `reach`, and
+        DeadlineExceeded if one load makes no progress."""
         while True:
             await self.publications.news(self.open)
             version = self.publications.newest
@@ -388,7 +388,7 @@ class EngineHandle:
 
     async def give_up(self, spared: Callable[[str], bool] = lambda id: False) -> None:
         """Abort the engine's open requests. `spared`: takes a request id; True: the request is left alone. Returns when
-        the others have ended, after a second, or when the engine does not reply; raises none of these."""
+        the others have ended, or after a second, or if the engine does not reply; never raises for these reasons."""
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):
                 for id in [id for id in self.open if not spared(id)]:

@@ -432,7 +432,8 @@ class EnginePool:
         return frozenset(self._left.keys() - self._engines.keys())
 
     def shares(self) -> dict[str, float]:
-        """`Proving.shares` of the engines in the pool."""
+        """Newest measured distance of each engine in the pool from the trainer's log-probabilities, by name, as a share
+        of its tolerance (above 1: refused)."""
         return {name: share for name, share in self.proving.shares().items() if name in self._engines}
 
     def busy(self) -> dict[str, float]:

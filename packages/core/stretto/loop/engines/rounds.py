@@ -80,11 +80,11 @@ class _Portion:
                 queue.put_nowait(error)
 
     async def _divided(self, requests: Sequence[GenerateRequest], delivered: set[tuple[str, int]]) -> None:
-        """Send requests together, and put their completions into the groups' queues, but those that came earlier:
-        `delivered`, as (group id, member), to which these are added. An engine that refuses one of them refuses all:
-        each half of those that are left is sent again, one after the other, until a refused one is alone, whose queue
-        gets the error. Which one that is depends on the questions and the weights alone, and so does what runs
-        together."""
+        """Send requests together, and put their completions into the groups' queues, except those that are in
+        `delivered`, as (group id, member), already; the others are added to it. An engine that refuses one request
+        refuses all: then each half of the unfinished requests is sent again, one after the other, until a refused
+        request is alone, whose queue gets the error. So what runs together depends on the questions and the weights
+        alone."""
         try:
             async for completion in self._generate(*requests):
                 place = completion.request, completion.member
@@ -139,8 +139,8 @@ class Rounds:
 
     def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
         """Wait until all groups of the request's portion of the round have called this, then yield the completions of
-        the group; raises as `_Portion.generate`. `request.id` is the id of a group in `together`. `least` is ignored:
-        all engines of a round serve the same version."""
+        the group. Raises EngineLost or RefusedRequest. `request.id` is the id of a group in `together`. `least` is
+        ignored: all engines of a round serve the same version."""
         return self._portions[request.id].generate(request)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:

@@ -35,10 +35,10 @@ class EngineState(Enum):
 
 
 class Publications:
-    """Versions in the mailbox, as one engine follows them.
+    """Published versions of the weights, as one engine follows them.
 
     Attributes:
-        newest: newest version in the mailbox (-1: none); the engine loads it as soon as it can.
+        newest: newest version in the mailbox, where the trainer publishes (-1: none); the engine loads it soon.
     """
 
     def __init__(self, interval: float) -> None:
@@ -111,7 +111,8 @@ class EngineCounters:
     """
 
     def __init__(self, name: str, client: Engine, process: ReplaceableProcess) -> None:
-        """`name`: of the engine, for its spans. `client`: asks it. `process`: converts its clock to the conductor's."""
+        """`name`: of the engine, for its spans. `client`: fetches counters and spans from the engine. `process`: says
+        how much the engine's clock differs from the conductor's."""
         self.health: EngineHealth | None = None
         self._name, self._client, self._process = name, client, process
         self._earlier: list[EngineHealth] = []  # last counters of earlier processes
@@ -121,7 +122,7 @@ class EngineCounters:
 
     def retire(self) -> None:
         """Keep the last counters of the process, which has ended or is of no use any more. Tokens of its unfinished
-        completions now count as wasted. A reply of it that comes later is ignored."""
+        completions now count as wasted. Counters that it sends later are ignored."""
         if (last := self.health) is not None:
             self._earlier.append(msgspec.structs.replace(last, wasted=last.wasted + last.unfinished, unfinished=0))
         self.health = None

@@ -134,8 +134,8 @@ class Recorder:
         self.clock.rl_begins()
 
     def gives_up(self) -> None:
-        """Note how many tokens are stopped before the end of the run aborts the completions in flight: `rl_ends` then
-        counts the tokens of these as unfinished."""
+        """Note how many tokens of aborted completions (*stopped*) the engines count so far. Call it before the end of
+        the run aborts the completions in flight: `rl_ends` then counts their tokens as unfinished, not as stopped."""
         self._stopped = self._work().stopped
 
     def rl_ends(self, unjudged: int = 0) -> None:
