@@ -85,9 +85,9 @@ class Machines:
 
 
 def machines_of(parts: MachineParts) -> Machines:
-    """Return the machines of a run, not yet opened. If `stretto_cluster` is installed, a run on this machine alone gets
-    its gate too, for `stretto scale`. Raises RecipeError if the recipe needs other machines, and the package is missing
-    or has another version."""
+    """Return the machines of a run, not yet opened. If `stretto_cluster` is installed, a run on this machine alone too
+    gets a port at which machines can join, for `stretto scale`. Raises RecipeError if the recipe needs other machines,
+    and the package is missing or has another version."""
     if not parts.plan.recipe.has_machines and not is_there(*_PACKAGES):
         return Machines(parts)
     machines: Machines = from_package("stretto_app.extensions.machines:cluster_of", "cluster", *_PACKAGES)(parts)

@@ -143,7 +143,7 @@ async def warm_start(
     say: Callable[[str], None] = lambda text: None,
 ) -> Path:
     """Return the folder of the policy with which a run starts: the result of the warm start, from the cache or trained
-    now. If the recipe has no warm start, it is that of the base model.
+    now; without a warm start in the recipe, the folder of the base model.
 
     Args:
         log: log file of the process that trains.

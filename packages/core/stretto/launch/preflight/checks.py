@@ -220,8 +220,8 @@ def check_cluster(recipe: Recipe) -> None:
 
     Raises:
         RecipeError: Ray is missing or does not answer; the run needs ranks on other machines and no port is given; the
-            port or a TLS file is invalid; or collectives would cross a network that is not declared as trusted. Has
-            every such problem. Or the packages of the application or the cluster are missing.
+            port or a TLS file is invalid; or collectives would cross a network that is not declared as trusted. The
+            error has every such problem. Or the packages of the application or the cluster are missing.
     """
     if recipe.has_machines:
         from_package("stretto_app.extensions.joining:check_cluster", "cluster", "stretto_cluster")(recipe)

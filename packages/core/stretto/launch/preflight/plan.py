@@ -246,7 +246,7 @@ def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | N
 
 def _check_engines(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
     """Check that the servers take the longest trajectory and the prompts, and that Ray has room for the engines; does
-    nothing for native engines without Ray. `prompts`: all encoded prompts. Raises RecipeError."""
+    nothing for native engines without Ray. `prompts`: all encoded prompts. Raises RecipeError if a check fails."""
     check_of_servers("check_window", recipe, base, longest_sequence(recipe, base, longest_of(prompts)))
     check_of_servers("check_servers", recipe, base, tokenizer, [one.token_ids for one in prompts])
     check_ray(recipe)

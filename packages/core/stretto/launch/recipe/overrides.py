@@ -25,8 +25,8 @@ _INSTEAD = {"function": "functions", "functions": "function"}
 
 
 def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | None:
-    """Set a dotted key of a parsed recipe, and remove the key that excludes it. Missing sections are added. Of a table
-    only the keys that `value` has change. Changes `tree`.
+    """Set a dotted key of a parsed recipe, and remove the key that excludes it. Missing sections are added. A table is
+    merged into a table of the same `kind`: only the keys that `value` has change. Changes `tree`.
 
     Returns a problem, at `place`, if a section on the way to the key is a plain value; else None.
     """
