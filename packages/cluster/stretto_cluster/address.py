@@ -57,8 +57,8 @@ def recorded_join_file(folder: Path) -> JoinFile | None:
     """Read the join file of an earlier conductor of the run; None if there is none.
 
     Raises:
-        RunFolderError: it cannot be read. With another name and token, the run would no longer know the conductors
-            that must be told or obeyed.
+        RunFolderError: the file is there and cannot be read. It is not replaced by a new one, since the run would no
+            longer know its earlier and newer conductors.
     """
     if not (folder / JOIN).exists():
         return None

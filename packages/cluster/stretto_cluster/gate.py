@@ -48,7 +48,7 @@ _QUIET_SECONDS = 10.0  # least seconds between two log lines about refused calle
 
 @dataclass(frozen=True)
 class Doors:
-    """Callbacks of the gate.
+    """Callbacks of a `Gate`, the port at which machines join a run.
 
     Attributes:
         terms: returns the current terms of the run.

@@ -118,7 +118,8 @@ class Wire(Generic[Received]):
         return f"sent no heartbeat for {lease:g} s"
 
     async def listen(self, take: Callable[[Received], None], lease: float) -> str:
-        """Send heartbeats while `take_all` runs; arguments, result and errors are those of it."""
+        """Pass each received message to `take`, and send heartbeats, until the peer is gone or nothing was received for
+        `lease` seconds; returns the reason. Raises as `take_all`, which sends no heartbeats."""
         beats = asyncio.create_task(self._beat())
         try:
             return await self.take_all(take, lease)

@@ -55,7 +55,7 @@ class ShardedRanks(Ranks):
     def __init__(self, device: str, config: TrainerConfig, beside: str = "gloo") -> None:
         """Create the process groups, on every rank; torch's default group must exist. `device`: where the parameters
         are, "cpu" or "cuda". `config`: dtypes of gathers and sums, and the divisions of tokens and matrices. `beside`:
-        backend of the second group."""
+        backend of a second group, for tensors on the CPU."""
         self.device, self._each = device, config.reduce_every == "micro_batch"
         self._numbers = MixedPrecisionPolicy(
             param_dtype=None if config.dtype == "float32" else getattr(torch, config.dtype),
@@ -84,8 +84,9 @@ class ShardedRanks(Ranks):
             self._second_meshes = {1: second[_SHARDED], 2: second}
 
     def shard(self, root: nn.Module, model: PreTrainedModel, exact: Iterable[nn.Module] = ()) -> None:
-        """Shard as `Ranks.shard` says: with FSDP2, by `sharding_units`, after the matrices of each layer are
-        divided."""
+        """Shard `root`, which contains `model`, as `Ranks.shard`: divide the matrices of each layer, shard with FSDP2,
+        and fill a model on the meta device. `exact`: submodules that compute in float32. Raises RecipeError if the
+        ranks cannot divide the model, and ModelFolderError if its folder lacks a weight or has damaged ones."""
         tensor, context = (
             self.tensor.size() if self.tensor else 1,
             self.context_group.size() if self.context_group else 1,

@@ -35,7 +35,7 @@ class RankPart(RowPart):
     @classmethod
     def of(cls, input_ids: Tensor, position_ids: Tensor, before: Tensor, group: ProcessGroup) -> RankPart:
         """Cut a row [1, T] into equal parts, the last ones padded with filler tokens; returns the part of this rank.
-        `before`: [N], index in the row of the token before each wanted token, from whose output that is scored."""
+        `before`: [N], index in the row of the token before each wanted token, whose output scores the wanted token."""
         count, rank, tokens = group.size(), group.rank(), input_ids.shape[1]
         each = -(-tokens // count)
         ids, positions = (
