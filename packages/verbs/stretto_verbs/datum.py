@@ -140,7 +140,8 @@ def sample_of(datum: Datum, number: int, *, sampled: bool, longest: int | None =
     Args:
         sampled: take over log-probabilities and advantages, which the datum must have (`check_sampled`); otherwise all
             advantages are 1.
-        longest: the model's context length in tokens, with which learned positions end; None: not reached.
+        longest: length in tokens at which the sample is cut off: the model's context, if its positions are learned.
+            None: it is not cut off.
     """
     trained, width = datum.trained, datum.width
     tokens = (*datum.token_ids, _row(datum.targets[-1])[-1])[:longest]

@@ -202,9 +202,9 @@ class LocalEngine:
             n: number of completions.
             seed: makes the completions reproducible; None: a random seed.
             seeds: one seed for each completion, in place of `n` and `seed`.
-            turn: a ticket and the number of one of its answers, if this is a turn of that answer: `prompt` is then the
-                whole conversation before the turn, from the ticket's prompt on, and the seed is the ticket's. Sampling
-                the same turn a second time gives another completion.
+            turn: a ticket and the index of one of its trajectories, if this is a turn of that trajectory: `prompt` is
+                then the whole conversation before the turn, from the ticket's prompt on, and the seed is the ticket's.
+                Sampling the same turn a second time gives another completion.
             **sampling: `max_tokens` (256), `temperature` (1; 0 always takes the most likely token), `top_p`, `top_k`,
                 `min_p`, `stop` (texts that end a completion), `stop_token_ids` (default: the model's end-of-sequence
                 tokens), `grammar`, `top_logprobs` (number of most likely tokens to return at each position; not with
@@ -255,7 +255,8 @@ class LocalEngine:
         turn: tuple[Ticket, int] | None,
         sampling: SamplingSettings,
     ) -> GenerateRequest:
-        """Check the arguments of `sample`; returns the request. With a ledger, a ticket's has the id of its group."""
+        """Check the arguments of `sample`; returns the request. With a ledger, the request of a ticket has the ticket's
+        group id."""
         check("sample", n=(n, COUNT), seed=(seed, WHOLE.or_none), seeds=(seeds, SEEDS.or_none))
         check("sample", turn=(turn, TURN.or_none))
         alone = n == 1 and seed is None
@@ -430,7 +431,8 @@ def _beside(model: SharedModel, lora: LoraConfig | None, config: EngineConfig) -
 
 
 def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool) -> None:
-    """Raise RecipeError, with each mistake, if settings of `Engine.load` cannot be combined. `lora`: is given."""
+    """Raise RecipeError, with each mistake, if settings of `Engine.load` cannot be combined. `shared`: the model is a
+    shared one; `apart`: the engine has a process of its own; `lora`: adapters are asked for."""
     found = list[Problem]()
     if shared and apart:
         told = "a model in the memory of this process"

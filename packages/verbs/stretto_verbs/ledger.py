@@ -225,11 +225,11 @@ class FolderLedger(_AnyThread):
         return read_unfinished(self._file_of_all)
 
     def call(self, turn: tuple[Ticket, int], asked: str, run: Callable[[], str], *, repeatable: bool = False) -> str:
-        """Make a call of a tool on record, for one answer. After a kill, the program makes its calls again, and gets
-        the recorded replies in place of calls of `run`.
+        """Make a tool call of one trajectory, and record its reply. After a kill, the program makes its calls again,
+        and gets the recorded replies in place of calls of `run`.
 
         Args:
-            turn: the ticket and the number of the answer.
+            turn: the ticket and the index of the trajectory in its group.
             asked: text by which a recorded reply is found; each is returned once.
             run: makes the call; returns its reply. An error that the program handles belongs into the reply.
             repeatable: after a kill `run` may be called again. If False, the begin of the call is on disk before `run`
@@ -238,7 +238,8 @@ class FolderLedger(_AnyThread):
         Raises:
             DataError: an argument has the wrong type.
             CallInterrupted (`stretto.core.errors`): the program was killed during this call, or during another one of
-                this answer, and it may have had its effect. Give the answer the reward None, or `lose` the ticket.
+                this trajectory, and that call may have had its effect. Give the trajectory the reward None, or `lose`
+                the ticket.
             RunFolderError: the ledger is closed.
         """
         check("call", turn=(turn, TURN), asked=(asked, _TEXT), run=(run, _RUN))
@@ -296,8 +297,8 @@ class _CallRecords:
         self._sessions: dict[str, Session] = {}
 
     def session(self, id: str, ticket: Ticket, member: int) -> Session:
-        """Return the session of a trajectory, which makes its calls, and no turns. Those of groups that are no longer
-        in flight are forgotten."""
+        """Return the session that makes and records the calls of the trajectory `id` (it samples no turns). Sessions of
+        groups that are no longer in flight are forgotten."""
         if id not in self._sessions:
             for other in [one for one in self._sessions if not self._ledger.awaits(one.rpartition("/")[0])]:
                 del self._sessions[other]
@@ -335,9 +336,9 @@ def turn_seeds(most: int = 4_096) -> Callable[[Ticket, int, tuple[int, ...]], Ab
     """Return a function that gives each turn its seed, without a ledger, by the same rule as a session with one.
     `most`: number of tickets that are remembered, the newest.
 
-    The function takes a ticket, the number of an answer and the tokens before a turn. It returns a context manager that
-    yields the seed. The seed also depends on how many turns of this answer began with the same tokens before. If the
-    block raises, the next such turn gets its seed.
+    The function takes a ticket, the index of one of its trajectories, and the tokens before a turn. It returns a
+    context manager that yields the seed. The seed also depends on how many turns of this trajectory began after the
+    same tokens before. If the block raises, the next such turn gets its seed.
     """
     known = OrderedDict[int, tuple[Ticket, dict[tuple[int, int], set[int]]]]()  # the ticket keeps its id in use
 

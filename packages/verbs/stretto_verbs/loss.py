@@ -51,8 +51,8 @@ class Wanted:
 
 
 def wanted(loss: Loss, settings: Mapping[str, Any], place: str) -> Wanted:
-    """Check a loss and its settings, and return both as `Wanted`. Of a function only the settings are checked
-    (`check_own`).
+    """Check a loss and its settings, and return both as `Wanted`. A function itself is not checked here (`check_own`
+    does that), only its settings.
 
     Args:
         settings: further keys of ``[algorithm]``; `aggregation` may also be "sum".

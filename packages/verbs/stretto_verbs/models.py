@@ -170,8 +170,8 @@ def differs(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
 def check_base(weights: PolicyWeights, folder: Path | None) -> Path | None:
     """Check that an engine may load weights: adapters must have been trained beside its base weights.
 
-    `folder`: model folder that the engine's base weights are from; None: not known, and not compared. Returns the same
-    for the time after the engine has loaded `weights`: `folder` for adapters, None for a whole policy.
+    `folder`: model folder that the engine's base weights are from; None: not known, and not compared. Returns that
+    folder as it is after the engine has loaded `weights`: still `folder` for adapters, None for a whole policy.
 
     Raises:
         DataError: the adapters were trained beside other weights.

@@ -269,7 +269,8 @@ class LocalTrainer:
         weight_decay: float | None = None,
         max_grad_norm: float | None = None,
     ) -> OptimizerStep:
-        """Take a step of AdamW with the accumulated gradient, and clear the gradient.
+        """Take a step of AdamW with the accumulated gradient, and clear the gradient. Returns the gradient's norm
+        before clipping, and whether the step was taken.
 
         The arguments replace the settings of the trainer for this step; a `max_grad_norm` of infinity disables
         clipping. If the gradient is not finite, it is dropped and the step is skipped.
@@ -397,7 +398,8 @@ class LocalTrainer:
         return adapters.merged(layer, parameter.detach(), ALONE)
 
     def _hold(self, folder: Path) -> None:
-        """Create and lock a folder until `close`; does nothing if this trainer holds it. Raises RunFolderError."""
+        """Create and lock a folder until `close`; does nothing if this trainer has locked it. Raises RunFolderError if
+        it cannot be created, or another trainer has locked it."""
         key = Path(os.path.realpath(folder))
         if key in self._held:
             return
@@ -410,7 +412,7 @@ class LocalTrainer:
 
     def _samples(self, data: Data, loss: Wanted, place: str, *, sampled: bool) -> list[Sample]:
         """Check the data and convert them for the model. `sampled`: a list must have log-probabilities and advantages;
-        `place`: name of the called method, for messages. Raises DataError."""
+        `place`: name of the called method, for messages. Raises DataError if the data cannot be trained on."""
         if isinstance(data, Batch):
             return self._of_batch(data, loss, place)
         check_data(data, self._vocabulary, self._longest, place)
