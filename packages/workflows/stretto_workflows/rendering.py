@@ -33,9 +33,9 @@ class PlainRendering:
     def prompt(
         self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
     ) -> tuple[Tokens, str]:
-        """Whole prompt of the next turn, after all `messages`, and the cause of a branch: "drift" if the chat template
-        cannot continue `held` with the messages after it, else "". `held`: tokens of the first `known` messages, as
-        sampled; empty if none are known. `tools`: tools to describe to the model.
+        """Whole prompt of the next turn, after all `messages`, and the cause of a branch: always "" here;
+        `TemplateRendering` gives "drift" if its chat template cannot continue `held` with the messages after it.
+        `held`: tokens of the first `known` messages, as sampled; empty if none are known. `tools`: of the turn.
 
         Raises:
             RefusedRequest: a message or a tool is invalid.

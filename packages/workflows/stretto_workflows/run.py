@@ -34,7 +34,7 @@ class RunWorkflows(WorkflowPool):
         self._plan = plan
 
     def groups(self, open_session: OpenSession, score: Score, verdict: Callable[[float], Verdict]) -> WorkflowGroups:
-        """Create the maker of groups for the run, or for an evaluation.
+        """Return the object that generates groups, or single trajectories of an evaluation, by the workflow.
 
         Args:
             open_session: opens the session of a trajectory, which records its turns.

@@ -296,8 +296,9 @@ class WorkflowProcess:
                     await self._send(GiveUp(member.run))
 
     def _part_with(self, member: _Member) -> None:
-        """Let the worker wear out, unless it soon reports that nothing of a trajectory runs any more. After a result,
-        threads that are left behind have as long as a trajectory."""
+        """Resolve `worn` later, unless the worker reports before that nothing of this trajectory runs any more: after
+        five seconds if the trajectory was abandoned, else after `workflow.deadline`, for threads that it left
+        behind."""
         if member.gone or self.lost.done():
             return
         left, seconds = (self._left_behind, self._config.deadline) if member.told else (self._given_up, _GONE_SECONDS)

@@ -212,8 +212,8 @@ class Bridge:
 
 
 class Renderer:
-    """Renders conversations by a chat template. If the template has no tools, they are described in the system
-    message."""
+    """Renders conversations by a chat template. Tools are described in the system message if the template does not read
+    `tools`."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._template = template

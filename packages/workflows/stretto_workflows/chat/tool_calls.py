@@ -176,7 +176,7 @@ def instructions(tools: Sequence[Tool]) -> str:
 
 
 def result(text: str) -> str:
-    """Wrap the result of a tool for a model whose template has no tools."""
+    """Wrap the result of a tool in ``<tool_response>`` tags, for a model whose template has no tools."""
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
