@@ -71,8 +71,8 @@ class Doors:
 
 
 class Gate:
-    """Listener for machines, commands, and other conductors of the `run`, which prove its `token`. `machines`: those
-    that are connected, by name."""
+    """Listener for machines, commands, and other conductors of the `run`, which prove its `token`. `machines`:
+    connected machines by name."""
 
     def __init__(self, run: str, token: str, doors: Doors) -> None:
         self._run, self._token, self._doors = run, token, doors
@@ -105,8 +105,8 @@ class Gate:
 
     async def close(self, why: str, again: bool = False) -> None:
         """Stop listening, dismiss every machine, wait until all have left, 5 s at most, and close the connections of
-        the others. `why`: the reason that machines get; `again`: they may try to join later, because the run may be
-        resumed."""
+        all other callers. `why`: the reason that machines get; `again`: they may try to join later, because the run may
+        be resumed."""
         for server in self._servers:
             server.close()
         for machine in self.machines.values():

@@ -95,7 +95,7 @@ class GuestEngine(HttpEngine):
         self, arrived: Sequence[Completion], asked: Mapping[str, GenerateRequest], had: set[tuple[str, int]]
     ) -> None:
         """Raise EngineLied if one of the completions that arrived together is refused by `_check`, was `had` before, or
-        has tokens that cannot be. `asked`: the requests, by id. Those that pass are added to `had`."""
+        has tokens that cannot be. `asked`: the requests, by id. Completions that pass are added to `had`."""
         for completion in arrived:
             self._check(completion, asked.get(completion.request))
             if (one := (completion.request, completion.member)) in had:

@@ -164,9 +164,9 @@ class _Line:
 async def _line(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str, seconds: float
 ) -> AsyncIterator[_Line]:
-    """Context manager: turns errors of the block into ones that name the peer. HandshakeBroken: it closed the
-    connection. HandshakeRefused: it does not accept our certificate, or speaks another protocol, as a web browser or
-    another version of stretto does. DeadlineExceeded: the block took longer than `seconds`."""
+    """Context manager: turns errors of the block into errors that name the peer. HandshakeBroken: the peer closed the
+    connection. HandshakeRefused: the peer does not accept our certificate, or speaks another protocol, as a web browser
+    or another version of stretto does. DeadlineExceeded: the block took longer than `seconds`."""
     async with deadline("handshake", f"{peer} to prove the key", seconds):
         try:
             yield _Line(reader, writer, peer)

@@ -119,7 +119,8 @@ class Fleet:
     """All agents of one kind ("engine" or "rank")."""
 
     def __init__(self, kind: str, ground: Ground, patience: float = _DISMISSAL_SECONDS) -> None:
-        """Start with no agent. `kind`: "engine" or "rank". `patience`: seconds to wait for dismissals in progress."""
+        """Start with no agent. `kind`: "engine" or "rank". `ground`: starts and ends agents on Ray. `patience`: seconds
+        to wait for dismissals in progress."""
         self._kind, self._ground, self._patience = kind, ground, patience
         self.agents: list[Placed] = []
 

@@ -25,7 +25,7 @@ _FOLDER, _MEMORY = "stretto-machine-", "stretto-agent-"  # prefixes of their nam
 
 
 def own_folder() -> tuple[Path, int]:
-    """Create a temporary folder, and remove abandoned ones; those in use, or of other users, stay. Return it with the
+    """Create a temporary folder, and remove abandoned ones; folders in use, or of other users, stay. Return it with the
     descriptor of its lock, which the kernel releases when this process dies."""
     for left in Path(tempfile.gettempdir()).glob(f"{_FOLDER}*"):
         with contextlib.suppress(OSError):  # the folder is in use, or another user's

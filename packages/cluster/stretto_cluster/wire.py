@@ -119,7 +119,8 @@ class Wire(Generic[Received]):
 
     async def listen(self, take: Callable[[Received], None], lease: float) -> str:
         """Pass each received message to `take`, and send heartbeats, until the peer is gone or nothing was received for
-        `lease` seconds; returns the reason. Raises as `take_all`, which sends no heartbeats."""
+        `lease` seconds; returns the reason. Raises WireError or msgspec.MsgspecError if the peer speaks another
+        protocol."""
         beats = asyncio.create_task(self._beat())
         try:
             return await self.take_all(take, lease)

@@ -70,28 +70,29 @@ class _AnyThread(Ledger):
         return not self.closed and row is not None and row.state is State.IN_FLIGHT
 
     def journal(self, id: str, piece: Segment, node: int = 0) -> None:
-        """Append sampled tokens to a trajectory (`store.ledger.Ledger.journal`); ignored if its group is no longer in
-        flight."""
+        """Append the tokens of `piece` to segment `node` (its index) of the trajectory `id`; ignored if the
+        trajectory's group is no longer in flight."""
         with self.lock:
             if self.awaits(id.rpartition("/")[0]):
                 super().journal(id, piece, node)
 
     def retract(self, id: str, count: int, node: int = 0) -> None:
-        """Remove journaled tokens of a trajectory (`store.ledger.Ledger.retract`); ignored if its group is no longer in
-        flight."""
+        """Delete all recorded tokens but the first `count` of segment `node` (its index) of the trajectory `id`;
+        ignored if the trajectory's group is no longer in flight."""
         with self.lock:
             if self.awaits(id.rpartition("/")[0]):
                 super().retract(id, count, node)
 
     def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None:
-        """Record the begin of a call of a trajectory (`store.ledger.Ledger.begin_call`); ignored if its group is no
-        longer in flight."""
+        """Record that call `number` of the trajectory `id` begins, with its encoded request `asked`; if `durable`, it
+        is on disk on return. Ignored if the trajectory's group is no longer in flight."""
         with self.lock:
             if self.awaits(id.rpartition("/")[0]):
                 super().begin_call(id, number, asked, durable=durable)
 
     def end_call(self, id: str, number: int, reply: bytes) -> None:
-        """Record the reply to a call (`store.ledger.Ledger.end_call`); ignored if its group is no longer in flight."""
+        """Record the encoded `reply` to call `number` of the trajectory `id`; ignored if the trajectory's group is no
+        longer in flight."""
         with self.lock:
             if self.awaits(id.rpartition("/")[0]):
                 super().end_call(id, number, reply)

@@ -26,7 +26,7 @@ from stretto.model.layout import RowPart
 @dataclass(frozen=True)
 class RankPart(RowPart):
     """This rank's part of a packed row that the ranks of `group` divide. `tokens`: number of tokens of the whole row;
-    `wanted`: number of those to score."""
+    `wanted`: number of tokens to score."""
 
     group: ProcessGroup
     tokens: int  # T

@@ -138,9 +138,9 @@ class Mirror:
 
     async def _in_thread(self, what: str, coming: Callable[[], Iterable[Path]], work: Callable[[Transfer], T]) -> T:
         """Run `work` in a thread, after the transfer before it and those of other mirrors have ended; returns its
-        result. `what`: its name in errors. `coming`: files in which other mirrors' transfers show progress. If it is
-        cancelled, its connection is closed and no file is switched in; so too without progress for too long, which
-        raises DeadlineExceeded."""
+        result. `what`: its name in errors. `coming`: files in which other mirrors' transfers show progress. If the call
+        is cancelled, or makes no progress for too long (DeadlineExceeded), the transfer's connection is closed, and no
+        file is switched in."""
         with waiting("the mirror", "its transfer before", self._seconds):
             await self._one.acquire()
         try:
@@ -325,7 +325,7 @@ def _changes(files: Iterable[Path]) -> dict[Path, int]:
 
 
 def _has(folder: Path, files: dict[str, ModelFile], read: Callable[[int], object]) -> set[str]:
-    """Names of the files of `folder` that match the list `files`, and of those that are not listed. `read` is called
+    """Names of the files of `folder` that match the list `files`, and of files that are not listed. `read` is called
     with the size of each piece that is compared."""
     return {
         path.name

@@ -185,7 +185,8 @@ class WeightsApp:
         await send({"type": "http.response.body", "body": body})
 
     async def _start(self, send: Send, status: int, headers: Headers) -> None:
-        """Send the status and the headers, with those of the run; a client without the key does not learn these."""
+        """Send the status and `headers`, and two further headers, the run and its newest version; these only to a
+        client with the key."""
         told: dict[bytes, bytes] = {} if status == 401 else {RUN.encode(): self._run.encode()}
         if told and (there := versions(self._run, self._folder)):
             told[NEWEST.encode()] = b"%d" % there[-1][0]

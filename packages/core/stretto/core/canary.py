@@ -256,9 +256,9 @@ class Proof(Record, frozen=True):
 
 
 class Agreement(Record, frozen=True):
-    """Mean absolute difference (`error`, nats per token) between an engine's log-probabilities of as many sampled
-    tokens as `tokens` says and those recomputed under the same version. The trainer recomputes the tokens of a step;
-    the engine itself those that a `Challenge.sampled` asks for."""
+    """Mean absolute difference (`error`, nats per token) between an engine's log-probabilities of sampled tokens, whose
+    number is `tokens`, and log-probabilities recomputed under the same version. The trainer recomputes the tokens of a
+    step; the engine itself recomputes as many as `Challenge.sampled` asks for."""
 
     engine: str
     tokens: int

@@ -147,7 +147,7 @@ def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> objec
 def check_source(name: str, place: str, what: str, built_in: Mapping[str, str], folder: str | None) -> None:
     """Check that the part called `name` exists, without importing it: the source text of a user-defined part is read,
     if its module is in `folder` or the working directory. A module elsewhere, or whose text does not tell, passes. The
-    other arguments are those of `load`.
+    other arguments are those of `load`: `place` and `what`, for messages, and the table of built-in parts.
 
     Raises:
         RecipeError: no built-in part has the name, there is no such module, or its text does not define the name.
@@ -222,7 +222,8 @@ def _bound(tree: ast.Module) -> set[str] | None:
 
 
 def _named(name: str, place: str, what: str, built_in: Mapping[str, str]) -> tuple[str, str]:
-    """Module and attribute of the part called `name`. Arguments and errors are those of `load`."""
+    """Module and attribute of the part called `name`, in the table `built_in` or as "module:name". `place`, `what`:
+    recipe key and kind of part, for messages. Raises RecipeError if the name is neither."""
     if not is_own(name) and name not in built_in:
         remedy = f"{nearest(name, built_in)}; one of your own is written 'package.module:name'"
         raise RecipeError([Problem(place, f"no built-in {what} is called {name!r}", remedy)])

@@ -174,7 +174,7 @@ class TrainerLink:
 
     async def _reach(self) -> list[Update]:
         """Start a process, let it load the last checkpoint, and train the later batches again; returns their updates.
-        Raises as `_begin`; RoleDied also after `retire`."""
+        Raises RoleDied if the process ends, or after `retire`; RoleFailed and DeadlineExceeded as `_begin`."""
         assert self._spec is not None, "start() comes first"
         folder, recovery = self._spec.checkpoint, self._recovery
         if recovery is not None and (newest := await asyncio.to_thread(recovery.newest, self._version)) is not None:
@@ -254,8 +254,8 @@ class TrainerLink:
             raise CheckpointLost(folder.name, str(death)) from None
 
     async def save_policy(self, folder: Path) -> None:
-        """Write the policy to `folder` as a Hugging Face model; returns when it is written. Raises as `train`, but the
-        deadline is `deadlines.save`."""
+        """Write the policy to `folder` as a Hugging Face model; returns when it is written. Raises RoleDied and
+        RoleFailed as `train`, and DeadlineExceeded after `deadlines.save`."""
         async with self._order():
             order, awaited = SavePolicy(folder=str(folder)), f"to write policy {folder.name}"
             saved = await self._until_done(order, PolicySaved, awaited, self._deadlines.save)
@@ -297,7 +297,7 @@ class TrainerLink:
 
     async def supervise(self) -> NoReturn:
         """Replace the trainer when it ends between two orders, until an error ends the run. When it ends during an
-        order, the method that sent the order replaces it. Raises as `train`."""
+        order, the method that sent the order replaces it. Raises RoleDied, RoleFailed or DeadlineExceeded."""
         while True:
             process = self.process
             how = await process.ended()

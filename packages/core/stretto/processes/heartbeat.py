@@ -62,8 +62,8 @@ def survive_a_full_disk() -> None:
 
 
 def bound_memory(limit: int) -> None:
-    """Limit this process, and those that it starts, to `limit` bytes of data each, for good. Address space is not
-    limited, since torch and CUDA reserve far more than they use."""
+    """Limit this process, and those that it starts, to `limit` bytes of data each, or less by a hard limit in force,
+    for good. Address space is not limited, since torch and CUDA reserve far more than they use."""
     _, highest = resource.getrlimit(resource.RLIMIT_DATA)
     limit = limit if highest == resource.RLIM_INFINITY else min(limit, highest)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))

@@ -51,8 +51,8 @@ def zero_variance(group: Group, compared: Compared = _of_trajectories) -> Mappin
 
 def filters(config: RolloutConfig, compared: Compared | None = None) -> tuple[Filter, ...]:
     """The filters of a recipe in the order in which they apply: `truncated`, `success_rate`, then those that
-    `rollout.filter` names. `compared`: argument of `zero_variance`; None: its default. Raises RecipeError if a filter
-    cannot be loaded."""
+    `rollout.filter` names. `compared`: returns the lists of rewards that `zero_variance` compares; None: one list, of
+    the whole group. Raises RecipeError if a filter cannot be loaded."""
     chosen: list[Filter] = []
     if config.truncated == "filter":
         chosen.append(truncated)

@@ -81,7 +81,7 @@ def with_own_ids(parts: Iterable[Sequence[Question]], *, apart: bool) -> Iterato
 
     Args:
         parts: questions for training, held-out ones, those of each further set.
-        apart: an id is taken too if a question of any part has it, with the same prompt and gold answer and with other
+        apart: an id is taken too if an earlier question of any part has the same id, prompt and gold answer, but other
             fields or messages. Then `Question.key` identifies the data of a question.
 
     >>> rows = [Question("a:1", "3+8=", "11"), Question("a:1", "9-2=", "7"), Question("a:2", "1+1=", "2")]

@@ -86,7 +86,7 @@ def _share(config: EngineConfig, seat: Seat | None) -> float:
 
 def _evidence(recipe: Recipe) -> Evidence:
     """Return which tokens' recorded log-probabilities judge an engine: "all" if it recomputes its KV cache at updates.
-    If it keeps the cache, the trainer cannot compute the same ones: then "uninterrupted", or "none" for a server."""
+    If it keeps the cache, the trainer cannot compute the same: then "uninterrupted", or "none" for a server."""
     if recipe.engine.on_update == "recompute":
         return "all"
     return "uninterrupted" if recipe.engine.kind == "native" else "none"

@@ -315,7 +315,8 @@ def encoded_within_limits(
     """Encode training and held-out prompts, with long prompts handled as the task says: refused, dropped or truncated.
     Of the held-out questions only the first `evaluation.prompts` are encoded.
 
-    `longest`: most tokens of a prompt; the task may allow fewer. Returns the training and the held-out questions.
+    `longest`: most tokens of a prompt; the task may allow fewer. Returns the training and the held-out questions with
+    their prompts.
 
     Raises:
         DataError: a prompt is empty, too long if the task refuses long ones, or has characters that the tokenizer does

@@ -313,8 +313,8 @@ def validate(tree: Mapping[str, Any], place: str, overrides: Overrides = ()) -> 
 
 
 def validated(tree: Mapping[str, Any], place: str, kind: type[Kind], overrides: Overrides = ()) -> Kind:
-    """Validate parsed TOML as an object of the class `kind`, and return it. Other arguments are those of `validate`.
-    Raises RecipeError, which has one problem for each wrong key."""
+    """Validate parsed TOML as an object of the class `kind`, and return it. `place`: the file, and `overrides`: those
+    already applied to `tree`, both for messages. Raises RecipeError, which has one problem for each wrong key."""
     try:
         return kind.model_validate(tree, strict=True, context=place)
     except ValidationError as error:

@@ -324,8 +324,8 @@ class EngineHandle:
     async def _newest(self, say: Callable[[str], None]) -> int:
         """Make a started engine load the newest published version, or keep its own if that is newer; returns the
         version. An older one must not be served: no version before the live one may sample a new group. An engine that
-        cannot be reached is tried again as long as its process runs. Raises as `start`, without a deadline of its
-        own."""
+        cannot be reached is tried again as long as its process runs; the caller sets the deadline. Raises RoleDied,
+        UnprovenWeights and WireError as `start`."""
         loads = 0
         while True:
             if not self.process.running:

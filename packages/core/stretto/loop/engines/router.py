@@ -13,7 +13,7 @@ LOSSES = 3
 
 class Router:
     """Chooses the engine with the fewest completions in flight among those that are up; of several, the first. It only
-    counts: the caller sends the requests. `engines`: names of those that are up at the start.
+    counts: the caller sends the requests. `engines`: names of the engines that are up at the start.
 
     >>> router = Router(["engine-0", "engine-1"])
     >>> router.start(8), router.start(8), router.start(8)

@@ -85,8 +85,8 @@ class Publications:
         self._loaded = asyncio.get_running_loop().time()
 
     def serves(self, version: int | None) -> None:
-        """Note which version the engine serves: older ones, and itself, are missing no longer. None: it is down, and
-        none is missing."""
+        """Note which version the engine serves: this version and older ones are no longer missing. None: the engine is
+        down, and no version is missing."""
         while self._missing and (version is None or self._missing[0][0] <= version):
             self._missing.popleft()
 

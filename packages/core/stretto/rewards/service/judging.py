@@ -98,8 +98,8 @@ def _checked(place: str, name: str, found: object) -> RewardFunction:
 
 def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
     """Return the keyword arguments for a reward function: the fields of a row that its further parameters name, or, if
-    it has ``**fields``, all but those called as its first three. Empty for a function written in C without a signature.
-    `row`: its fields as a JSON object; "": none."""
+    it has ``**fields``, all fields but those with the names of its first three parameters. Empty for a function written
+    in C without a signature. `row`: its fields as a JSON object; "": none."""
     if not row:
         return {}
     fields: dict[str, Any] = json.loads(row)
@@ -128,8 +128,8 @@ def why_lacking(function: Callable[..., object], row: str) -> str:
 
 
 def _further(found: Callable[..., object]) -> list[str]:
-    """Names of the parameters beyond prompt, completion and answer; the first three positional ones are these,
-    whatever they are called."""
+    """Names of the parameters beyond prompt, completion and answer. The first three positional parameters count as
+    these, whatever their names are."""
     parameters = list(inspect.signature(found).parameters.values())
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     first = [parameter.name for parameter in parameters if parameter.kind in positional][:3]

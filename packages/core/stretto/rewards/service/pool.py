@@ -147,7 +147,8 @@ class RewardPool:
 
     async def score_group(self, prompt: str, completions: Sequence[str], answer: str) -> list[Verdict]:
         """Judge several completions of one prompt, as texts, with the gold `answer`; returns one verdict per
-        completion, in order. Fields and source come from `rows`. Raises as `score`."""
+        completion, in order. Fields and source come from `rows`. Raises RewardFunctionError, RoleDied and
+        DeadlineExceeded as `score`."""
         row = self._rows.get((prompt, answer), Row())
         return await self.score([ScoreItem(prompt, text, answer, row.fields, row.source) for text in completions])
 
