@@ -377,8 +377,8 @@ class _Session:
         return self.seats[place]
 
     async def _play(self, order: StartRole) -> None:
-        """Run one role from start to end, and report both to the gate. A role that still runs in its place is stopped
-        first; afterwards its memory of the weights is released."""
+        """Run one role, and report its start and its end to the gate. A role that still runs in its place is stopped
+        first; at the end, the files by which it kept versions of the weights alive are removed."""
         seat = self._seat(order.place)
         if seat.process is not None:
             await seat.process.stop(0.0)

@@ -141,11 +141,11 @@ class _Line:
         await self.writer.drain()
 
     async def receive(self, kind: type[_Kind]) -> _Kind:
-        """Receive the next message, of class `kind`. The errors below become those of `call` and `admit` in `_line`.
+        """Receive the next message, of class `kind`. `_line` converts the errors to those of `call` and `admit`.
 
         Raises:
-            HandshakeRefused: it is a refusal, or of another class.
-            WireError: it is longer than 64 KiB.
+            HandshakeRefused: the message is a refusal, or of another class.
+            WireError: the message is longer than 64 KiB.
             EOFError: the peer has closed the connection.
             msgspec.DecodeError: it is no message of the handshake.
         """

@@ -69,7 +69,8 @@ class Wire(Generic[Received]):
                 self.cut()
 
     async def send_all(self, message: msgspec.Struct) -> None:
-        """Encode a message of any size and send it by `send_frame`, with its rules and errors."""
+        """Encode a message of any size and send it by `send_frame`. Nothing else may be sent meanwhile. Raises
+        ConnectionError if the connection is closed."""
         await self.send_frame(frame(message))
 
     async def send_frame(self, whole: bytes | bytearray) -> None:
@@ -118,9 +119,8 @@ class Wire(Generic[Received]):
         return f"sent no heartbeat for {lease:g} s"
 
     async def listen(self, take: Callable[[Received], None], lease: float) -> str:
-        """Pass each received message to `take`, and send heartbeats, until the peer is gone or nothing was received for
-        `lease` seconds; returns the reason. Raises WireError or msgspec.MsgspecError if the peer speaks another
-        protocol."""
+        """Pass each received message to `take`, and send heartbeats, until the peer is gone or silent for `lease`
+        seconds; returns the reason. Raises WireError or msgspec.MsgspecError if the peer speaks another protocol."""
         beats = asyncio.create_task(self._beat())
         try:
             return await self.take_all(take, lease)

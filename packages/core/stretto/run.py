@@ -289,7 +289,8 @@ class Run:
         self._raise_failure()
 
     def wait(self) -> Self:
-        """Wait until the run has ended. Raises its error as a loop over its steps does. Ctrl-C stops the run."""
+        """Wait until the run has ended; returns the run. Raises the error of a run that was started here and has
+        failed. Ctrl-C stops the run."""
         for _ in self:
             pass
         return self

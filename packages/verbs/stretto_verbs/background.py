@@ -49,7 +49,7 @@ class Background:
 
     @property
     def here(self) -> bool:
-        """Whether the caller runs in this thread."""
+        """Whether the caller runs in the background thread."""
         return threading.current_thread() is self._thread
 
     def start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:

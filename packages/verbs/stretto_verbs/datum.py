@@ -308,7 +308,7 @@ def _problems(one: object, vocabulary: int, longest: int, number: int, place: st
 
 
 def _is_wide(value: object, datum: Datum) -> bool:
-    """Whether `value` has the shape of the datum's first target: a number, or a row of as many numbers."""
+    """Whether `value` has the shape of the datum's first target: a number, or a row with the same number of numbers."""
     first = datum.targets[0] if datum.targets else 0
     if not isinstance(first, Sequence):
         return not isinstance(value, Sequence)

@@ -130,8 +130,8 @@ class PolicyWeights:
 
 
 def trainable(folder: Path, device: str) -> PreTrainedModel:
-    """Load a policy in float32 for training. Raises ModelFolderError if the folder cannot be loaded, or the packed path
-    does not compute what its family does; RecipeError if torch sees no such device."""
+    """Load a policy in float32 for training. Raises ModelFolderError if the folder cannot be loaded, or attention over
+    packed rows does not compute the same as the model's own; RecipeError if torch sees no such device."""
     check_family_of(folder)
     return load_policy(folder, attention=PACKED_ATTENTION, dtype=torch.float32, device=device)
 
@@ -170,8 +170,8 @@ def differs(ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
 def check_base(weights: PolicyWeights, folder: Path | None) -> Path | None:
     """Check that an engine may load weights: adapters must have been trained beside its base weights.
 
-    `folder`: model folder that the engine's base weights are from; None: not known, and not compared. Returns that
-    folder as it is after the engine has loaded `weights`: still `folder` for adapters, None for a whole policy.
+    `folder`: model folder that the engine's base weights are from; None: not known, and not compared. Returns the
+    folder of the engine's base weights once it has loaded `weights`: `folder` for adapters, None for a whole policy.
 
     Raises:
         DataError: the adapters were trained beside other weights.

@@ -404,7 +404,7 @@ def _check_ids(prompts: Sequence[Prompt]) -> None:
 
 def _check_same_run(ledger: FolderLedger, origin: Mapping[str, int | str]) -> None:
     """Raise RunFolderError with the first difference if the ledger's run began with other prompts, seed or group size.
-    `origin`: these of the scheduler, by the name of the fact in the ledger."""
+    `origin`: these three of the present scheduler, by their names in the ledger."""
     for name, value in origin.items():
         if (known := ledger.get(name, type(value))) in (None, value):
             continue

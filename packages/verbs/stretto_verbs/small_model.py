@@ -55,7 +55,7 @@ class _Index(Record, frozen=True):
 
     @classmethod
     def of(cls, command: str, folder: Path) -> _Index:
-        """Look at all files in a folder, which `command` has written."""
+        """Make the index of all files in a folder that `command` has written."""
         known = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
         return cls(command, {name: (one.st_size, one.st_mtime_ns) for name, one in known.items() if name != _INDEX})
 

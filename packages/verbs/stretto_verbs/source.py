@@ -65,7 +65,8 @@ class SourceHere:
         return [completion async for completion in self.stream(requests)]
 
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
-        """Sample as `generate`, and yield each completion as it ends."""
+        """Sample the completions of all requests, which begin in the same step; yields each as it ends. Raises the
+        errors of `generate`."""
         self._check_open()
         await self._generation.prepare(requests)
         with self._generation.streaming(requests) as stream:

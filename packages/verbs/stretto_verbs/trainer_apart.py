@@ -228,7 +228,8 @@ class TrainerApart:
 
     @contextmanager
     def _message(self) -> Iterator[None]:
-        """Make all further calls raise if the block is interrupted within a message: the next would be unreadable."""
+        """Context manager: if its block is interrupted in the middle of a message, all further calls raise, because the
+        next message would be unreadable."""
         try:
             yield
         except (EOFError, OSError):

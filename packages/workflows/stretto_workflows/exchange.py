@@ -63,7 +63,8 @@ class Exchange:
         services: Services,
         rendering: Rendering | None = None,
     ) -> None:
-        """`rendering`: rendering of the conversation if the prompt is a chat; None for a plain text."""
+        """Begin without a turn. `rendering`: rendering of the conversation if the prompt is a chat; None for a plain
+        text."""
         self.session, self.task = session, task
         self._prompt, self._services = prompt, services
         self._rendering = rendering or services.plain
@@ -172,7 +173,7 @@ class Exchange:
 
     async def score(self, order: ScoreOrder) -> OrderDone:
         """Judge a text, or return the recorded reward, in the message to the worker. Rewards are recorded because a
-        judge may give another one the next time.
+        judge may give the same text another reward the next time.
 
         Raises:
             RefusedRequest: the verdict is undecided.

@@ -35,7 +35,8 @@ class Orders:
     the order, unless the trajectory is `over`. A call that has begun goes on, and its result is recorded."""
 
     def __init__(self, run: int, end: RoleEnd[ToWorker]) -> None:
-        """`run`: number of the trajectory on its worker. `end`: the worker's end of the channel."""
+        """Begin without an order. `run`: number of the trajectory on its worker. `end`: the worker's end of the
+        channel."""
         self._run, self._end = run, end
         self._newest = 0
         self.over = False  # the conductor has given the trajectory up

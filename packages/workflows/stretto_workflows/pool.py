@@ -57,10 +57,10 @@ class WorkflowPool:
         spawner: Spawner = FRESH,
         run: str = "",
     ) -> None:
-        """`log`: file for the output of all workers. `hung`: seconds without a heartbeat after which a worker is
-        killed. `say` is called with a sentence for each worker that is replaced. `spawner`: starts the processes.
-        `run`: unique mark of the run on this machine, to find processes that a killed conductor of the run has left; ""
-        for none."""
+        """Make the pool; `start` starts its workers. `log`: file for their output. `hung`: seconds without a heartbeat
+        after which a worker is killed. `say` is called with a sentence for each worker that is replaced. `spawner`:
+        starts the processes. `run`: unique mark of the run on this machine, to find processes that a killed conductor
+        of the run has left; "" for none."""
         self.config = config
         self._log, self._hung, self._say, self._spawner, self._run = log, hung, say, spawner, run
         self._workers: dict[str, WorkflowProcess] = {}
@@ -267,7 +267,7 @@ class WorkflowGroups:
         self, id: str, prompt: Prompt, member: int, seed: int, *, group_seed: int | None = None
     ) -> Trajectory:
         """Run the workflow for the member with this index in a group; returns its trajectory, undecided if the workflow
-        fails. `id`, `seed`: of the trajectory. `group_seed`: None: `seed`, of a member that is compared with no other.
+        fails. `id`, `seed`: of the trajectory. `group_seed`: seed that all members of the group share; None: `seed`.
         """
         session = self.open_session(id, prompt.token_ids, seed)
         task = task_of(self.questions, prompt, member, seed, seed if group_seed is None else group_seed)

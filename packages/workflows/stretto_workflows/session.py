@@ -123,7 +123,7 @@ class SessionRecord(Protocol):
 
 
 class Session:
-    """Makes one trajectory: samples its turns, and runs its calls.
+    """Makes one trajectory: samples its turns, runs its calls, and records both, to replay them after a crash.
 
     Example::
 

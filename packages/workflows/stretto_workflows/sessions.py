@@ -81,9 +81,9 @@ def sessions_of_evaluation(generate: Generate, count: Callable[[Completion], Non
 
 
 def sessions_of_run(in_flight: InFlight, ledger: Ledger, unfinished: Sequence[UnfinishedGroup]) -> OpenSession:
-    """Return a function that opens the session of a trajectory of a run, once for each. The session's turns and calls
-    are recorded in the ledger. Those that an earlier process has recorded, in the groups `unfinished`, are returned
-    from the record when the program requests them again."""
+    """Return a function that opens the session of a trajectory of a run; call it once for each trajectory. The
+    session's turns and calls are recorded in the ledger. Those that an earlier process has recorded, in the groups
+    `unfinished`, are returned from the record when the program requests them again."""
     restored = {
         trajectory_id(group.id, member): found
         for group in unfinished

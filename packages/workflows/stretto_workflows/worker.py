@@ -56,8 +56,8 @@ class MemberThread:
         end: RoleEnd[ToWorker],
         over: Callable[[int], object],
     ) -> None:
-        """`run`: number of the trajectory on this worker. `end`: the worker's end of the channel. `over` is called with
-        `run` when the trajectory has ended."""
+        """Make the thread; `start` starts it. `run`: number of the trajectory on this worker. `end`: the worker's end
+        of the channel. `over` is called with `run` when the trajectory has ended."""
         self._run, self._task, self._workflow, self._end, self._over = run, task, workflow, end, over
         self._work: asyncio.Task[float | Reward] | None = None
         self._given_up = self._told = False

@@ -143,7 +143,7 @@ class _Member:
         self.nodes: dict[int, int] = {}
 
     def give_up(self, order: int) -> None:
-        """Cancel an order whose result the workflow no longer wants. If it is a turn that has ended, take it back."""
+        """Cancel an order whose result the workflow no longer wants. A turn that has ended counts as not returned."""
         if (node := self.nodes.pop(order, None)) is not None:
             self.exchange.take_back(node)
         elif (task := self.serving.get(order)) is not None:
@@ -178,8 +178,8 @@ class WorkflowProcess:
     def __init__(
         self, name: str, config: WorkflowConfig, log: Path, hung: float, spawner: Spawner = FRESH, run: str = ""
     ) -> None:
-        """`hung`: seconds without a heartbeat after which the process is killed. `run`: unique mark of the run, or
-        ""."""
+        """Make the handle, without starting the process. `hung`: seconds without a heartbeat after which the process is
+        killed. `run`: unique mark of the run, or ""."""
         self.name = name
         self._config, self._log = config, log
         self._process = RoleProcess(name, ROLE, log, hung, spawner)

@@ -45,8 +45,8 @@ _RANK_0 = "rank 0"
 
 
 class RankOrders:
-    """The connection to rank 0, over which orders come. It is read in a thread, so that a rank that waits in a
-    collective notices the loss of rank 0. Then the process is ended."""
+    """The connection to rank 0, over which orders come. A thread reads it, so that a rank that waits in a collective
+    notices the loss of rank 0; then the thread ends this process at once."""
 
     def __init__(self, spec: RankSpec, key: str) -> None:
         self._spec, self._key = spec, key
@@ -180,7 +180,8 @@ def _as_here(trainer: TrainerSpec, spec: RankSpec) -> TrainerSpec:
 
 
 def _tell(orders: RankOrders, message: Notice) -> None:
-    """Report a failed checkpoint to rank 0, which waits in a collective, and end this process; else do nothing."""
+    """If `message` says that a checkpoint failed, report it to rank 0, which waits in a collective, and end this
+    process; else do nothing."""
     if isinstance(message, CheckpointFailed):
         orders.send(Failed(problem=message.problem, exit_code=message.exit_code))
         os._exit(EXIT_CODE)

@@ -90,7 +90,7 @@ def changed_part(base: memoryview, target: memoryview) -> float | None:
 
 def encode(base: memoryview, target: memoryview, file: FileIO, largest: float = LARGEST) -> bool:
     """Write the delta from `base` to `target`, two publications with the same tensors, to `file`. Return False, with
-    nothing written, if it exceeds the share `largest` of the whole.
+    nothing written, if the delta exceeds the share `largest` of the whole `target`.
 
     Raises:
         ValueError: the two have different tensors.

@@ -40,8 +40,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Pulled:
-    """Result of a pull: the local mailbox has this version. `bytes`, `seconds`: transferred for it, and taken by it, 0
-    bytes if it was here already; `delta`: whether it came as a delta; `reason`: form of the transfer, and why."""
+    """Result of a pull: the local mailbox has this version. `bytes`: transferred bytes, 0 if it was here already;
+    `seconds`: duration of the pull; `delta`: whether it came as a delta; `reason`: form of the transfer, and why."""
 
     version: int
     bytes: int

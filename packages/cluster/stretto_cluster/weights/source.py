@@ -205,7 +205,8 @@ class Transfer:
                 yield count
 
     def _take(self, splice: Splice, connection: socket.socket, most: int) -> int:
-        """Take at most `most` bytes from the connection; TimeoutError if none comes for `patience` seconds."""
+        """Take at most `most` bytes from the connection; returns their number. TimeoutError if none comes for
+        `patience` seconds."""
         while True:
             try:
                 return splice.take(connection.fileno(), most)
@@ -262,8 +263,8 @@ class Transfer:
 
     def _check(self, response: http.client.HTTPResponse) -> None:
         """Record the newest version that a good reply names. Raises RefusedRequest for status 401, WireError for
-        another run or a missing file, and _BrokenOff for any other error, which is tried again. A server that goes on
-        reading what is asked for lives, as if a byte had come."""
+        another run or a missing file, and _BrokenOff for any other error, which is tried again. A server that is still
+        reading its model folder, and has read further bytes, counts as alive, as if a byte had come."""
         if response.status in (200, 206, 304) and response.headers[RUN] == self._run:
             newest = response.headers[NEWEST]
             self.newest = int(newest) if newest and newest.isdecimal() else None

@@ -69,7 +69,7 @@ def fact(part: Part, name: str, default: Any) -> Any:
 
 
 class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """Base class of recipe sections that name a part: `kind` is the part's name, its numbers are further fields. For
+    """Base class of recipe sections that name a part: `kind` is the part's name, its settings are further fields. For
     each part, the door makes a subclass from the part's signature, and sets `part` and `place` (the recipe key)."""
 
     kind: str

@@ -149,9 +149,9 @@ def _assert_alone(path: Path, recipe: Recipe) -> None:
 
 
 def fitting(plan: Plan, *, dry: bool = False) -> Plan:
-    """Return the plan with GPUs assigned to its roles and its warm start. `dry`: as for `usable_gpus`. Raises
-    RecipeError if torch cannot use the GPUs (`usable_gpus`), the roles do not fit on them (`seats_of`), or, with the
-    application installed, the run needs more than twice the available memory."""
+    """Return the plan with GPUs assigned to its roles and its warm start. `dry`: GPUs may be assumed (`usable_gpus`).
+    Raises RecipeError if torch cannot use the GPUs (`usable_gpus`), the roles do not fit on them (`seats_of`), or, with
+    the application installed, the run needs more than twice the available memory."""
     there = usable_gpus(plan.recipe, dry=dry)
     plan = replace(plan, seats=seats_of(plan, there), warm_seat=seat_of_warm_start(plan, there))
     advice("estimates:check_memory", plan)

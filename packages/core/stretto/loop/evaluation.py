@@ -138,9 +138,9 @@ class BestPolicy:
         self._show(Best(step, evaluation.version, evaluation.accuracy), better)
 
     def _show(self, found: Best, better: bool) -> None:
-        """Write ``best.json`` and move the candidate of `found` to ``policy/best``, or delete the candidate if it does
-        not deserve that. `better`: better than all evaluations before. Policies that are kept compete with each other
-        only: the best evaluation of all may be one whose policy is gone."""
+        """Write ``best.json`` and move the candidate (copied policy) of `found` to ``policy/best`` if `found` is the
+        best; else delete the candidate. `better`: better than all evaluations before. While ``policy/best`` exists,
+        `found` is compared with that one instead: the best of all may be an evaluation whose policy is gone."""
         kept, shown = self._held == found.step, self._shown
         self._held = None
         if self.keeps and shown is not None and shown.policy is not None:
@@ -173,8 +173,8 @@ class BestPolicy:
 
     def _recorded(self, earlier: Mapping[int, float]) -> Best | None:
         """Return the content of ``best.json``; None if the file is missing, or is removed here with ``policy/best``.
-        That happens if it is of none of the evaluations `earlier` (accuracy by step), of which a resumed run repeats
-        the later ones; or if its policy is gone."""
+        That happens if it is of none of the evaluations `earlier` (accuracy by step), as after a resume from a step
+        before it, or if its policy is gone."""
         record = self._folder.path / _RECORD
         if not record.exists():
             self._drop(BEST)

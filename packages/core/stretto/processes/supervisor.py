@@ -124,7 +124,7 @@ class Supervisor(Generic[T]):
     async def replace(self, how: str, *, counted: bool = True) -> T:
         """Start the role again, until a start succeeds; returns the result of `start`. `how` says how the role ended
         ("was killed by SIGKILL"). `counted`: False for an end that was not the role's own fault; failed starts
-        afterwards count. Raises RoleDied if its budget is exceeded, or it is no longer wanted."""
+        afterwards count. Raises RoleDied if the restart budget is exceeded, or `wanted` returns False."""
         while True:
             if not self._wanted():
                 raise RoleDied(self.name, how, self._log)
@@ -139,6 +139,6 @@ class Supervisor(Generic[T]):
 
     async def keep(self, ended: Callable[[], Awaitable[str]]) -> NoReturn:
         """Replace the role each time `ended` returns; its result says how the role ended. No deadline, since a healthy
-        role runs as long as the run. Raises RoleDied if its budget is exceeded, or it is no longer wanted."""
+        role runs as long as the run. Raises RoleDied if the restart budget is exceeded, or `wanted` returns False."""
         while True:
             await self.replace(await ended())

@@ -77,7 +77,7 @@ def number_of_completion(prompt: str, completion: str) -> str | None:
 
 def number_gold(prompt: str, completion: str, answer: str) -> bool:
     """Check that `answer` can be a gold answer of `last_number`; returns True. The other arguments are not read. Raises
-    Undecided, with the reason, if it holds no number."""
+    Undecided, with the reason, if `answer` holds no number."""
     return bool(_number_of(answer))
 
 

@@ -58,7 +58,7 @@ def kind_of(data: str) -> str:
 
 def is_local(data: str, folder: Path) -> bool:
     """Whether `data` is a local file or folder (it exists in `folder`, looks like a path, has a suffix of `FILES`, or
-    a suffix of letters and no owner), not a name of the Hugging Face hub.
+    has a suffix of letters and no slash), not a name of the Hugging Face hub.
 
     >>> [is_local(name, Path("/nowhere")) for name in ("rows.csv", "rows.xlsx", "openai/gsm8k", "wikitext-2.0")]
     [True, True, False, False]
@@ -216,7 +216,7 @@ class GymSource(BaseModel, extra="forbid", frozen=True):
 
         Raises:
             DataError: the package reasoning-gym is missing, or has no such task, parameter or level.
-            RecipeError: the package that makes them is not installed.
+            RecipeError: the package stretto-workflows, which makes them, is not installed.
         """
         found: tuple[list[Question], list[Question], list[str]]
         found = from_package(f"{_DATA}.gym_source:questions", "task.sources")(self, seed)

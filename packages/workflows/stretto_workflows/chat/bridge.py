@@ -321,7 +321,7 @@ def _read(arguments: str) -> Any:
 
 
 def _worst(known: History, history: History) -> Match:
-    """The worse of the matches of two histories, message by message; none of them is DIFFERENT."""
+    """The worst match of two histories, compared message by message. No pair of messages may be DIFFERENT."""
     matches = {compare(*pair) for pair in zip(known, history, strict=False)}
     return Match.EQUAL_AS_JSON if Match.EQUAL_AS_JSON in matches else Match.EQUAL
 

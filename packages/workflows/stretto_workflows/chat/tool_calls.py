@@ -258,7 +258,7 @@ def _objects(text: str) -> Iterator[str]:
 
 def _named(text: str) -> Iterator[tuple[str, str]]:
     """Yield name and arguments of each call in a text like ``add[ARGS]{"a": 1}[TOOL_CALLS]add[ARGS]{"a": 2}``; of a
-    malformed one, what is no JSON object as its arguments."""
+    malformed last one, the rest of the text stands for its arguments."""
     at = 0
     while True:
         called = text.find(_ARGUMENTS, at)

@@ -152,7 +152,7 @@ def _by_datasets(source: RowsSource, name_or_format: str, /, **asked: Any) -> It
 
 
 def _numbered(source: RowsSource, rows: Any) -> Iterator[tuple[str, Row]]:
-    """Yield (place, row) for `rows` of the library, any of whose errors becomes a DataError."""
+    """Yield (place, row) for `rows` of the library `datasets`, any of whose errors becomes a DataError."""
     found, number = iter(rows), 0
     while True:
         row = _asked(source, lambda: next(found, None), f" after row {number}")

@@ -127,8 +127,8 @@ class Conversing(Protocol):
     async def start(self) -> None: ...
     async def close(self) -> None: ...
     def groups(self, open_session: Open, score: Score, verdict: Callable[[float], Verdict]) -> Conversations:
-        """Return what generates trajectories, each in a session from `open_session`. `score`: judges completions by the
-        recipe's reward; `verdict`: converts a reward that a workflow gives itself."""
+        """Return the object that generates trajectories, each in a session from `open_session`. `score`: judges
+        completions by the recipe's reward; `verdict`: converts a reward that a workflow gives itself."""
 
 
 def workflow_pool(

@@ -237,7 +237,8 @@ def _forget_sockets(folder: RunFolder) -> None:
 
 def locked_socket_folder() -> tuple[Path, int]:
     """Create a folder for sockets and lock it, so that other runs do not remove it while this process lives. Returns
-    the folder, and the descriptor of the lock. Raises RunFolderError if the folder cannot be locked; it is removed."""
+    the folder, and the descriptor of the lock. Raises RunFolderError if the folder cannot be locked; it is then
+    removed."""
     sockets = socket_folder()
     try:
         return sockets, lock.acquire(sockets)
@@ -265,7 +266,7 @@ def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -
 def _sweep(folder: RunFolder, mailbox: str) -> None:
     """Remove the sockets and the shared memory `mailbox` that a killed process of this run left outside of its folder.
 
-    In a copy of a run folder, a file names the sockets of the original run; while that is running, they stay.
+    In a copy of a run folder, a file names the sockets of the original run; while that run goes on, they stay.
     """
     remove(mailbox, SHARED)
     with contextlib.suppress(OSError):  # no sockets, or of another user: each run creates a new folder anyway
@@ -317,6 +318,6 @@ async def _up(
 
 
 async def _in_turn(*starts: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Start one after the other."""
+    """Call and await the `starts`, one after the other."""
     for start in starts:
         await start()

@@ -120,7 +120,8 @@ def trainer_spec(plan: Plan, model: Path, endpoints: Endpoints, tokens: Path) ->
 
 
 def _rank_host(recipe: Recipe) -> str:
-    """Return the address of this machine for ranks on others: that of `cluster.listen`, or the machine's own."""
+    """Return the address of this machine for ranks on other machines: the host of `cluster.listen`, or, if that is
+    every interface, the machine's own address."""
     host = recipe.cluster.listen.rpartition(":")[0]
     return own_address() if host in ("", "0.0.0.0", "[::]") else host
 

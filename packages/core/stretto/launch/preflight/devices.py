@@ -169,8 +169,8 @@ def seat_of_warm_start(plan: Plan, there: Sequence[Gpu]) -> Seat | None:
 
 
 def alone(need: Need, there: Sequence[Gpu]) -> Seat:
-    """Assign a need to the one of the GPUs `there` with the most free memory. Raises RecipeError if it is more than 1.5
-    times that memory. There must be a GPU."""
+    """Assign a need to the one of the GPUs `there` with the most free memory. Raises RecipeError if the need is more
+    than 1.5 times that memory. There must be a GPU."""
     seats = place(there, [need])
     if problems := [problem for problem, factor in _overfull(seats) if factor > _HOPELESS]:
         raise RecipeError(problems)

@@ -343,8 +343,8 @@ def _sets(
     """Encode the further sets of questions. Questions with unreadable gold answers are left out. `read`: the questions
     of each set, in the order of the recipe; `longest`: most tokens of a prompt.
 
-    Returns the sets with their prompts, all of their questions, and a warning for each that was left out. Raises
-    DataError for a prompt that cannot be encoded or is too long, or a set without a readable gold answer.
+    Returns the sets with their prompts, all of their questions, and a warning for each question that was left out.
+    Raises DataError for a prompt that cannot be encoded or is too long, or a set without a readable gold answer.
     """
     found: list[tuple[EvaluationSet, tuple[Prompt, ...]]] = []
     asked, told = list[Question](), list[str]()

@@ -50,8 +50,8 @@ DOORS: tuple[Door[Any], ...] = (LOSSES, CORRECTIONS, ESTIMATORS, FILTERS, PACING
 
 
 def find_parts(tree: dict[str, Any], folder: Path) -> None:
-    """Set the key `path` of a parsed recipe to `folder` if the module of a part that it names (`named_in_doors`) is
-    there; a `path` that is given stays. Changes `tree`. `folder`: that of the recipe file."""
+    """Set the key `path` of a parsed recipe to `folder` if the module of a part that the recipe names
+    (`named_in_doors`) is there; a `path` that is given stays. Changes `tree`. `folder`: that of the recipe file."""
     if "path" not in tree and any(is_beside(name, folder) for name in named_in_doors(tree)):
         tree["path"] = str(folder.resolve())
 
@@ -185,8 +185,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
     @property
     def has_reference_model(self) -> bool:
-        """Whether the trainer holds a second model as the reference. With adapters it is not needed: the reference is
-        the model with its adapters disabled."""
+        """Whether the trainer holds a second model as the reference. It needs none with adapters and no
+        `reference.path`: the reference then is the model with its adapters disabled."""
         reference = self.algorithm.reference
         return reference is not None and not (self.trainer.lora is not None and reference.path is None)
 

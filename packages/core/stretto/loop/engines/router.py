@@ -55,7 +55,7 @@ class Router:
         self._load[engine] -= completions
 
     def leave(self, engine: str) -> None:
-        """Give this engine no more groups: it is down. It must be up; its load is kept."""
+        """Give this engine, which must be one of `up`, no more groups: it has gone down. Its load is kept."""
         del self._up[engine]
 
     def join(self, engine: str) -> None:

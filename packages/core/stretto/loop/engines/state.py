@@ -42,7 +42,7 @@ class Publications:
     """
 
     def __init__(self, interval: float) -> None:
-        """`interval`: least seconds between two loads (`engine.load_interval`)."""
+        """Begin without a published version. `interval`: least seconds between two loads (`engine.load_interval`)."""
         self.newest = -1
         self._interval = interval
         self._missing = deque[tuple[int, float]]()  # (version to load, time of its publication)
@@ -73,7 +73,8 @@ class Publications:
 
     @contextmanager
     def awaited(self) -> Iterator[None]:
-        """Context manager: meanwhile the engine need not wait for `interval`, since a request waits for a version."""
+        """Context manager: in its block a request waits for a version, so the engine may load one before `interval` has
+        passed."""
         self._awaited += 1
         try:
             yield
@@ -111,8 +112,8 @@ class EngineCounters:
     """
 
     def __init__(self, name: str, client: Engine, process: ReplaceableProcess) -> None:
-        """`name`: of the engine, for its spans. `client`: fetches counters and spans from the engine. `process`: says
-        how much the engine's clock differs from the conductor's."""
+        """Begin without counters. `name`: of the engine, for its spans. `client`: fetches counters and spans from the
+        engine. `process`: says how much the engine's clock differs from the conductor's."""
         self.health: EngineHealth | None = None
         self._name, self._client, self._process = name, client, process
         self._earlier: list[EngineHealth] = []  # last counters of earlier processes

@@ -38,12 +38,12 @@ def names_loopback(host: str) -> bool:
 
 
 def url_of(host: str, port: int | None, scheme: str = "http") -> str:
-    """Address as ``http://host:port``, with brackets around an IPv6 host."""
+    """URL ``scheme://host:port``, with brackets around an IPv6 host."""
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def unreachable(address: str) -> str:
-    """Try to connect to ``host:port`` or ``scheme://host:port``; returns why it failed, "" if it did not. Without a
+    """Try to connect to ``host:port`` or ``scheme://host:port``; returns why that failed, "" if it succeeded. Without a
     port: 443 for https, else 80.
 
     A connection is opened and closed; nothing is sent. An address that does not reply within 5 seconds counts as

@@ -247,7 +247,7 @@ class HttpServer(uvicorn.Server):
             yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the server and listen on `sockets`, with bounded strangers; `serve` calls it."""
+        """Start the server and listen on `sockets`, with the limits on strangers; `serve` calls it."""
         await super().startup(None if sockets is None else [])
         self._gathered = Gathered(asyncio.get_running_loop())
         for endpoint in sockets or []:

@@ -252,7 +252,7 @@ class LoadedPart:
     def verdict(self, item: ScoreItem, worth: Worth) -> Verdict:
         """Judge the item by this part alone, whatever its source, before the weight; the function also gets the fields
         of the row that it has parameters for. If the verdict is undecided and the row lacks a required field, the
-        reason names that."""
+        reason names this field."""
         fields = fields_taken(self.function, item.fields)
         verdict = judge(partial(self.function, **fields) if fields else self.function, item, worth)
         if verdict.outcome is Outcome.UNDECIDED and (why := why_lacking(self.function, item.fields)):

@@ -392,7 +392,8 @@ class _Slot:
 
     @property
     def computed(self) -> float:
-        """CPU seconds that the worker has spent since its counter was first seen unchanged, on one item."""
+        """CPU seconds that the worker has spent on its present item, since its progress was first seen to stand
+        still."""
         assert self.process is not None
         return self.process.processor_seconds - self._before
 

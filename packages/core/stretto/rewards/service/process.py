@@ -60,7 +60,7 @@ class WorkerProcess:
         self._mark = f"{_MARK}={uuid.uuid4().hex}"
 
     async def start(self, config: RewardsConfig, log: Path | None) -> None:
-        """Start the process; returns when it has loaded the reward. After an error it is gone.
+        """Start the process; returns when it has loaded the reward. After an error the process is gone.
 
         Raises:
             RewardFunctionError: the worker cannot use the reward function.

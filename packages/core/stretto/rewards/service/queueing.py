@@ -72,8 +72,8 @@ def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
 
 @dataclass(frozen=True)
 class Blame:
-    """Chunks to handle after the loss of a worker. `culprit`: the item at which it was lost, alone in its chunk; None
-    if it is unknown. `innocent`: the other chunks without verdicts, to score again."""
+    """Chunks to handle after the loss of a worker. `culprit`: the item that the worker was judging, alone in its chunk;
+    None if it is unknown. `innocent`: the other chunks without verdicts, to score again."""
 
     culprit: Chunk | None
     innocent: tuple[Chunk, ...] = field(default=())
