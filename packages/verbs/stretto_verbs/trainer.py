@@ -398,8 +398,7 @@ class LocalTrainer:
         return adapters.merged(layer, parameter.detach(), ALONE)
 
     def _hold(self, folder: Path) -> None:
-        """Create and lock a folder until `close`; does nothing if this trainer has locked it. Raises RunFolderError if
-        it cannot be created, or another trainer has locked it."""
+        """Create and lock a folder until `close`, unless this trainer has it. RunFolderError if either fails."""
         key = Path(os.path.realpath(folder))
         if key in self._held:
             return
