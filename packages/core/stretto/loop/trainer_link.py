@@ -254,8 +254,8 @@ class TrainerLink:
             raise CheckpointLost(folder.name, str(death)) from None
 
     async def save_policy(self, folder: Path) -> None:
-        """Write the policy to `folder` as a Hugging Face model; returns when it is written. Raises RoleDied and
-        RoleFailed as `train`, and DeadlineExceeded after `deadlines.save`."""
+        """Write the policy to `folder` as a Hugging Face model; returns when it is written. Raises RoleDied if the
+        trainer dies too often, RoleFailed if it reports an error, DeadlineExceeded after `deadlines.save`."""
         async with self._order():
             order, awaited = SavePolicy(folder=str(folder)), f"to write policy {folder.name}"
             saved = await self._until_done(order, PolicySaved, awaited, self._deadlines.save)

@@ -116,8 +116,8 @@ async def train_in_process(
 async def _follow(
     channel: ConductorEnd[FromSupervised], process: RoleProcess, seconds: float, on_learning: OnLearning
 ) -> None:
-    """Call `on_learning` with the messages of progress, until the process says that it is done. Raises RoleDied,
-    RoleFailed or DeadlineExceeded, as `train_in_process` does."""
+    """Call `on_learning` with the messages of progress, until the process says that it is done. Raises RoleDied if it
+    ends before, RoleFailed if it reports an error, DeadlineExceeded if it takes longer than `seconds`."""
     awaited = "to train on the examples"
     async with deadline("conductor", f"{channel.role} {awaited}", seconds):
         while True:

@@ -104,7 +104,8 @@ def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dic
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the same as `_reasons`; raises RoleError if the workers do not start."""
+    """Return why the reward cannot read a gold answer, by gold answer; readable ones are left out. `seconds`: time
+    limit of one. Raises RoleError if the workers do not start."""
     workers = max(config.workers, min(cores(), len(golds) // _PORTION))
     patient = {
         "max_consecutive_undecided": len(golds) + 1,

@@ -275,8 +275,8 @@ class EngineHandle:
 
     async def keep_loaded(self) -> NoReturn:
         """Load each newer published version, at most one in `load_interval` seconds; runs until it raises or is
-        cancelled. An engine that does not reply becomes suspected. Raises UnprovenWeights and WireError as `reach`, and
-        DeadlineExceeded if one load makes no progress."""
+        cancelled. An engine that does not reply becomes suspected. Raises UnprovenWeights if two proofs in a row fail,
+        WireError for an unusable version, DeadlineExceeded if a load makes no progress."""
         while True:
             await self.publications.news(self.open)
             version = self.publications.newest
