@@ -243,9 +243,9 @@ class AlarmWatch:
     other methods compute the alarms."""
 
     def __init__(self, folder: Path, recipe: Mapping[str, Any] | None = None) -> None:
-        """Begin without measurements. `folder`: the run folder, whose disk is checked. `recipe`: the tables of its
-        recipe, which say bound, last step and tolerance; None: they are read from the folder, and none are known if its
-        recipe cannot be read."""
+        """Begin without measurements. `folder`: the run folder, whose disk is checked. `recipe`: the parsed tables of
+        the run's recipe, for its staleness bound, last step and dtypes; None: ``recipe.toml`` of the folder is read
+        (one that cannot be read counts as empty)."""
         recipe = _tables(RunFolder(folder).recipe) if recipe is None else recipe
         self._folder, self._known = folder, evidence_of(Evidence.of(()), (), recipe, None)
         self._steps, self._series = array("q"), dict[str, "array[float]"]()
@@ -253,7 +253,7 @@ class AlarmWatch:
         self._undecided_reason = ""
 
     def step(self, metrics: StepMetrics) -> None:
-        """Append what the alarms read of the next step."""
+        """Append the measurements of the next step (only those that alarms read)."""
         for name, value in numbers_of(metrics):
             if name.startswith(("busy.", "memory.", "canary.")) or name in READ:
                 column = self._series.setdefault(name, array("d"))
@@ -268,7 +268,7 @@ class AlarmWatch:
         self._evaluations.append(evaluation)
 
     def sentences(self) -> dict[str, str]:
-        """Return the line of each alarm that fires now, by its title."""
+        """Return the alarms that fire now: the line to print, by the title of the alarm."""
         return {alarm.title: str(alarm) for alarm in self.alarms()}
 
     def alarms(self) -> list[Alarm]:

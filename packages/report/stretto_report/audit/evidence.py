@@ -68,9 +68,9 @@ def apart(
 
 
 def still(steps: Steps, values: Numbers | None) -> Onset | None:
-    """Return the onset of a standstill: since then no step has exceeded a ten-thousandth of the median of the first
-    window's positive values (a median, since a single spike does not move it). None if a step of the newest window
-    does, or less than one window was measured."""
+    """Return the onset of a standstill: since then no value has exceeded a ten-thousandth of the median of the first
+    window's positive values (a median, since a single spike does not move it). None if a value of the newest window
+    exceeds it, or less than one window was measured."""
     if values is None or not measured(values):
         return None
     known = np.flatnonzero(np.isfinite(values))
@@ -86,7 +86,7 @@ def still(steps: Steps, values: Numbers | None) -> Onset | None:
 
 def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
     """Return the onset of windows whose mean is less than half of the best earlier window's, by more than chance. `was`
-    is the mean of the best window. None if the newest window is not such a one, or less than two windows were measured.
+    is the mean of the best window. None if the newest window has not fallen so, or less than two windows were measured.
     The noise is estimated from differences of neighbours, which a trend does not affect."""
     if values is None or not measured(values, 2):
         return None
@@ -100,9 +100,9 @@ def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
 
 
 def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, EvaluationLine] | None:
-    """Return the evaluation with the best accuracy, and the first of the newest evaluations that are all below it by
-    more than chance; None if the newest is not. `evaluations`: in the order of the run; those that ask something else
-    than the newest do not count.
+    """Return the evaluation with the best accuracy, and the first evaluation since which all are worse than the best by
+    more than chance. None if the newest is not worse, or fewer than two count. `evaluations`: in the order of the run;
+    only those of the same questions as the newest count.
 
     The threshold allows for many comparisons: the best of several is chosen, and the newest is tested each time.
     """
@@ -121,8 +121,8 @@ def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, Evalu
 
 def rises(steps: Steps, values: Numbers | None, until: int, later: int) -> tuple[float, float] | None:
     """Return the means of the windows that end at the steps `until` and `later` if the later mean is higher by more
-    than two standard errors; else None. If the window before `until` is not complete, the first window takes its place.
-    None also if the windows overlap, or `values` is None."""
+    than two standard errors; else None. The first window stands in for that of `until` if fewer than ten steps were
+    measured up to `until`. None also if the windows overlap, or `values` is None."""
     if values is None:
         return None
     known = np.flatnonzero(np.isfinite(values))

@@ -65,8 +65,8 @@ def _order(data: RecordedData, epoch: int) -> list[int]:
 
 
 def _restless(history: History, epoch: int, left_out: set[str]) -> Iterator[str]:
-    """Yield a sentence for each prompt in `left_out`, those that the epoch skipped, that the shares of right
-    completions in the previous epoch do not permit to skip. The history has `data`."""
+    """Yield a sentence for each prompt of `left_out` (prompts that the epoch skipped) whose share of right completions
+    in the previous epoch was neither so high nor so low that it may be skipped. `history.data` must not be None."""
     data = history.data
     assert data is not None, "asked for runs with a record of their data"
     before = [group for group in history.groups if group.epoch == epoch - 1 and group.prompt in left_out]

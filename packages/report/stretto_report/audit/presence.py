@@ -95,9 +95,9 @@ def missing_facts(number: int, facts: Mapping[str, Any], groups: int, steps: int
 
 
 def missing_tokens(connection: sqlite3.Connection, recipe: Path) -> tuple[list[str], list[str]]:
-    """Return sentences (breaches, notes) on judged trajectories without tokens; none unless the recipe keeps the tokens
-    of all. It is a breach where the prompt of a trained one was kept: both are deleted together, if
-    `store.keep_payloads` was another once. One note counts the others."""
+    """Return sentences (breaches, notes) on judged trajectories whose tokens are missing; none unless the recipe keeps
+    the tokens of all. A trained one whose prompt is still there is a breach, because a run deletes both together. One
+    note counts the others, which an earlier setting of `store.keep_payloads` may explain."""
     if _table(recipe, "store").get("keep_payloads") != "all":
         return [], []
     breaches, others = list[str](), 0
@@ -111,8 +111,9 @@ def missing_tokens(connection: sqlite3.Connection, recipe: Path) -> tuple[list[s
 
 
 def broken_rows(connection: sqlite3.Connection, changes: int) -> Iterator[str]:
-    """Yield a sentence for each table with rows whose parent row is missing, for each trajectory whose first pieces or
-    calls are missing, and if the events have another number of changes of bounds than is on record (`changes`)."""
+    """Yield a sentence for each table with rows whose parent row is missing, for each trajectory that lacks its first
+    pieces or a call before its last, and if the number of bound changes among the events is not `changes`, the number
+    on record."""
     orphans = Counter(table for table, *_ in connection.execute(_ORPHANS))
     yield from (f"{count} rows of {table} belong to a row that is missing" for table, count in orphans.items())
     tables = {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}

@@ -49,8 +49,8 @@ def every_segment_has_its_place(history: History) -> Iterator[str]:
 
 
 def backward_versions(one: RecordedTrajectory) -> Iterator[tuple[int, ...]]:
-    """Yield the versions of each sampled segment in which a version is lower than one before it. They are preceded by
-    the last version that was sampled before the segment on its path from the root, if any."""
+    """Yield the versions of each sampled segment in which a version is lower than one before it. Each tuple begins with
+    the last version sampled before the segment, on its path from the root, if any."""
     last: list[tuple[int, ...]] = []  # version of the last sampled token from the root to the end of each segment
     for segment in one.segments:
         before = last[segment.parent] if PROMPT < segment.parent < len(last) else ()

@@ -1,5 +1,5 @@
-"""All plots of a run folder; those over training steps: accuracy, reward, completion length; and the histogram of
-staleness.
+"""Plots of a run folder: accuracy, reward and completion length over training steps, and the histogram of staleness;
+`plot_run` draws these and the timeline.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ _OUTCOMES = frozenset({"step_seconds", "tokens_per_second"})  # sums of the othe
 
 class Term(Record, frozen=True):
     """A predicted and measured quantity of a training step. `ratio`: predicted over measured; None if the measured
-    value is 0. `off`: predicted minus measured, as a share of the measured step for seconds, of the measured value for
-    tokens, in versions for staleness; 0 if that is 0."""
+    value is 0. `off`: predicted minus measured: of seconds as a share of the measured seconds of a whole step, of
+    tokens as a share of the measured value (0 where that divisor is 0), of staleness in versions."""
 
     predicted: float
     measured: float
@@ -40,9 +40,9 @@ class Term(Record, frozen=True):
 
 
 class PredictedRun(Record, frozen=True):
-    """A prediction compared with its run. `machine`: the machine that it was made for. `recipe`: digest of the recipe
+    """A prediction compared with its run. `machine`: the machine that was predicted for. `recipe`: digest of the recipe
     (`settings_digest`). `terms`: by name. `most_off`: name of the term that explains most of the error; "" if no
-    predicted term was measured. `other_machine`: the machine of the run; "" if it is `machine` or not recorded.
+    predicted term was measured. `other_machine`: the machine of the run; "" if the same as `machine`, or not recorded.
 
     Example: ``PredictedRun("Xeon, 2 cores", "d0c1...", {"engines.generate": Term(0.061, 0.082, 0.744, -0.18), ...},
     most_off="engines.generate")``
@@ -171,7 +171,7 @@ def _read(place: Path) -> _Saved:
 
 def measured_terms(inspection: Inspection, totals: Totals) -> dict[str, float]:
     """Return the measured terms of a run, named as in a prediction. Seconds are per step, by role and kind of work; for
-    engines the mean over the engines. The run has a timed step."""
+    engines the mean over the engines. The run must have a step and a training time (`rl_seconds`) above 0."""
     steps, trained = inspection.steps, inspection.tokens.trained + inspection.goodput["masked"].tokens
     step = inspection.rl_seconds / steps
     engines = [name for name in totals.busy if name in totals.generated_by] or [

@@ -213,8 +213,8 @@ class RunFollower:
         return new
 
     def _wait_for_table(self, samples: Sequence[SampledCompletion], again: bool) -> None:
-        """Collect samples for the next table, the newest 16 at most. `again`: these are the first of a rewritten file.
-        Of what the file repeats, the tool keeps the first samples, as it keeps the first points."""
+        """Collect samples for the next table, the newest 16 at most. `again`: the file was rewritten, and `samples` are
+        its first; from then on, samples of versions that the tool already has are left out."""
         if again:
             self._waiting.clear()  # unsent ones that the file still has are read again
             self._keep(msgspec.structs.replace(self._cursor, repeated=self._cursor.sampled))

@@ -148,8 +148,8 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
 
 def _portion(connection: sqlite3.Connection, key: int) -> list[tuple[Any, ...]]:
     """Return the next rows after the ledger key: at most 32, or as many as hold about 4 MiB of tokens; empty at the
-    end. The cursor is closed before they are used: while a reader is within a statement, the run cannot move its
-    write-ahead log into its file, and the reader of an export may pause for hours."""
+    end. The SQL cursor is closed before the rows are used: while a reader is within a statement, the run cannot move
+    its write-ahead log into the ledger file, and the reader of an export may pause for hours."""
     rows, size = list[tuple[Any, ...]](), 0
     with closing(connection.execute(_ROWS, (key,))) as found:
         for row in found:

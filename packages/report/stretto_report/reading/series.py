@@ -1,4 +1,4 @@
-"""Parts of what readers of run folders share: the spans of roles, positions in files of lines, tables by dotted key."""
+"""Helpers of readers of run folders: the spans of roles, positions in files of lines, tables by dotted key."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def iterate_spans(path: Path) -> Iterator[Span]:
 
 
 class LinesRead(Record, frozen=True):
-    """Position in a file that is read line by line; the fields are those of `LineFollower`, which `of` reads and
-    `restore` sets."""
+    """Position in a file that is read line by line, to continue there in another process: `of` copies the fields from a
+    `LineFollower`, `restore` sets them on one."""
 
     identity: tuple[int, int, str]
     offset: int

@@ -192,14 +192,15 @@ class Display(ABC):
         self._finish()
 
     def learning(self, progress: SupervisedProgress) -> None:
-        """Take the progress of supervised training, and draw it if it is time or the last step has ended: what a run
-        says next is of another phase."""
+        """Take the progress of supervised training, and draw it if the last drawing is long enough ago, or at once if
+        this is the first progress of a later phase or the last step of its phase."""
         another = self._enter(progress.phase)
         self._watcher.learning(progress)
         self._changed(another or progress.step == progress.steps)
 
     def step(self, metrics: StepMetrics) -> None:
-        """Take the measurements of one training step, and draw them if it is time."""
+        """Take the measurements of one training step, and draw them if the last drawing is long enough ago, or at once
+        if another phase ends with this step."""
         another = self._enter(TRAINING)
         self._watcher.step(metrics)
         if self._alarms is not None:
@@ -207,8 +208,8 @@ class Display(ABC):
         self._changed(another)
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
-        """Take a held-out evaluation, and draw it if it is time. Its accuracy is shown once there is a training
-        step."""
+        """Take a held-out evaluation, and draw it if the last drawing is long enough ago. Before the first training
+        step, nothing is drawn: the evaluation is shown with that step."""
         if self._alarms is not None:
             self._alarms.evaluated(evaluation)
         if self._watcher.evaluated(evaluation):

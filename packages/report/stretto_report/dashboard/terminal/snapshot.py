@@ -81,8 +81,8 @@ class Snapshot(Record, frozen=True):
         return seconds_left(self.step, self.steps, self.seconds)
 
     def details(self) -> list[str]:
-        """Return all measurements as indented lines of at most `LONGEST` characters (a longer one has a line of its
-        own); empty if there are none."""
+        """Return all measurements as indented lines of several measurements, each line of at most `LONGEST` characters
+        (unless a single measurement is longer); empty if there are none."""
         parts = [f"{name} {value}" for name, value in self.facts]
         parts += [f"{rate:,.0f} tokens/s {what}" for what, rate in self.tokens_per_second.items()]
         parts += [f"{role} {fraction:.0%}" for role, fraction in self.busy.items()]

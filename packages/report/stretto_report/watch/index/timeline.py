@@ -116,7 +116,7 @@ class Tiles(Record, frozen=True):
 
 
 class Lane(Record, frozen=True):
-    """Tiles of one role. `machine`: name of the machine that it runs on; "": not known."""
+    """Tiles of one role. `machine`: name of the machine that the role runs on; "": not known."""
 
     role: str
     machine: str
@@ -196,8 +196,8 @@ def marks(
     most_steps: int,
 ) -> list[Mark]:
     """Return the steps, and the events of the ledger, between the times `first` and `last` (seconds since the first
-    span), ordered by time. Steps are left out if there are more than `most_steps`, events if no committed step has a
-    span (their clocks cannot be compared), and marks after the first 2,000.
+    span), ordered by time, at most the first 2,000. All steps are left out if there are more than `most_steps`, and all
+    events if no committed step has a span, because then their clocks cannot be compared.
 
     Args:
         committed: steps and the Unix seconds at which their batches were committed.

@@ -65,8 +65,8 @@ class Catalog:
         self.left_out = 0  #: number of runs that are not shown, because there are too many
 
     def all(self) -> list[WatchedRun]:
-        """Return the runs, the newest first, at most `most_runs`, after a search for new ones if the last search is
-        more than a second ago."""
+        """Return the runs, the newest first, at most `most_runs`. The folders are searched again if the last search is
+        at least a second ago (longer, if a search takes long)."""
         if (since := time.monotonic()) >= self._look_at:
             self._look()
             now = time.monotonic()

@@ -47,8 +47,9 @@ class PartingToken(Record, frozen=True):
 
 class Comparison(Record, frozen=True):
     """Result of `stretto diff` for the runs with the ids `a` and `b`, with the first token and the recipe keys that
-    differ. `step`, `fields`, `policies`: as in `Parting`, at most the first hundred fields. `text`: the result in one
-    sentence. `token`: None if no token differs or can be compared. `recipe`: objects with ``key``, ``a`` and ``b``."""
+    differ. `step`: first step that differs (if `equal`: their number of steps); `fields`: what differs in it, in words,
+    at most a hundred. `policies`: versions whose weights were compared. `text`: the result in one sentence. `token`:
+    None if no token differs or can be compared. `recipe`: objects with ``key``, ``a`` and ``b``."""
 
     a: str
     b: str

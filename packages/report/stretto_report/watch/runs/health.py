@@ -101,9 +101,9 @@ class Duplicates(Record, frozen=True):
 
 
 class Health(Record, frozen=True):
-    """Data health of a run. Fields named as in `stretto inspect` come from its ledger; None or empty if that cannot be
-    read. The others are of the trajectories read so far, of which `indexed` is the share. `undecided`: the part of
-    `reasons` without a verdict."""
+    """Data health of a run. The first five fields come from the summary of the ledger (as in `stretto inspect`); None
+    or empty if the ledger cannot be read. The others count the trajectories read so far, a share `indexed` of all.
+    `undecided`: the reasons of those whose verdict is undecided."""
 
     goodput: Any
     selection_bias: Any

@@ -51,8 +51,8 @@ class Repeats(Record, frozen=True):
 
 
 class Searched(Record, frozen=True):
-    """Ids of the prompts with a text, as far as they were searched. `share`: part of the prompts that was searched; 1:
-    all."""
+    """Result of a search so far: ids of the prompts that contain the text, among the `share` of the file that was
+    searched (1: all)."""
 
     ids: frozenset[str]
     share: float
@@ -65,8 +65,8 @@ class _Search:
 
 
 class PromptTexts:
-    """Reader of the file ``questions.jsonl`` at `path`, which is written once before the run starts; another file is
-    read from its beginning. `fault`: always None, since `advance` raises."""
+    """Reader of the file ``questions.jsonl`` at `path`, which is written once before the run starts; a file that was
+    replaced is read from its beginning. `fault`: always None, since `advance` raises."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -42,8 +42,9 @@ Fact = TypeVar("Fact")
 
 class RunSummary(Record, frozen=True):
     """Row of a run in the list of runs. `state`: as `stretto inspect` says it, or "unreadable", and the `reason`.
-    `fault`: what cannot be read; None: nothing. `started`: Unix seconds. `step`: the newest, of `steps`.
-    `trajectories`: by state. `engines`: number of those in the run now. Else None means unknown."""
+    `fault`: what cannot be read; None: nothing. `started`: Unix seconds. `step`: newest step, of `steps` in all.
+    `trajectories`: numbers by state. `engines`: number of engines in the run now. In other fields, None means
+    unknown."""
 
     id: str
     name: str

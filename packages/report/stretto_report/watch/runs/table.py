@@ -155,7 +155,7 @@ _COMPARED: dict[str, Callable[[Any, Any], Any]] = {
 class TableRow(Record, frozen=True):
     """A trajectory as a row of the table. `prompt`: first 200 characters of its text; None if that is not on record.
     `length`: number of sampled tokens. `staleness`: versions between its oldest token and the step that trained it.
-    `interrupted`: how often a load of weights interrupted it. Values that it does not have are None."""
+    `interrupted`: how often a load of weights interrupted it. None: the trajectory has no such value."""
 
     id: str
     group: str

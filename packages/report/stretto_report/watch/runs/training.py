@@ -56,8 +56,8 @@ class TrainingSums(Record, frozen=True):
 @dataclass(frozen=True)
 class Training:
     """Training record of one trajectory, token by token. `trained`: the step that trained it; None: no step has.
-    `tokens`: columns over its sampled tokens, [S]; None if there is no record. `fault`: why there is none; "": there is
-    one, or the trajectory was not trained."""
+    `tokens`: columns over its sampled tokens, [S]; None if there is no record. `fault`: why there is no record; "":
+    there is one, or the trajectory was not trained."""
 
     row: TableRow
     trained: TrainedIn | None
@@ -71,9 +71,9 @@ class Training:
 
         Args:
             folder: folder of the run.
-            trained: that step; None: the trajectory was not trained, and no file is read.
-            segments: all of the trajectory. A record with another number of tokens than they have sampled ones counts
-                as none.
+            trained: the step that trained it; None: the trajectory was not trained, and no file is read.
+            segments: all segments of the trajectory. A record that does not have one entry for each of their sampled
+                tokens counts as missing.
         """
         if trained is None:
             return cls(row, trained)

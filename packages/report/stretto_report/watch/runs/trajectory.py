@@ -42,9 +42,9 @@ class WrittenCall(Record, frozen=True):
 
 
 class TokenColumns(Record, frozen=True):
-    """Tokens of a segment as columns of equal length. A column is None if it was not recorded, a value if it is not
-    known. `text`: piece of text of each token. `staleness`: versions until the step that trained it. `logprob`: of the
-    engine; `difference`: that of the trainer minus that of the engine. `fate`: see `Training.fates`."""
+    """Tokens of a segment as columns of equal length. A column that was not recorded is None, and so is a value that is
+    not known. `text`: piece of text of each token. `staleness`: versions until the step that trained it. `logprob`: of
+    the engine; `difference`: that of the trainer minus that of the engine. `fate`: see `Training.fates`."""
 
     id: list[int]
     text: list[str]
@@ -81,8 +81,8 @@ class ShownSegment(Record, frozen=True):
 
 class LifeEvent(Record, frozen=True):
     """Event in the life of a trajectory. `event`: its kind ("admitted", "begun", "trained", ...); `text`: a sentence.
-    `token`: index of the token at which it happened; `at`: Unix time. Those that do not apply or were not recorded are
-    None."""
+    `token`: index of the token at which it happened; `at`: Unix time. Fields that do not apply, or were not recorded,
+    are None."""
 
     event: str
     text: str
