@@ -133,8 +133,8 @@ class ServedModel:
 
 
 def characters_of(messages: Sequence[Message], tools: Sequence[Tool]) -> int:
-    """Number of characters of messages, their reasoning and calls included, and of tools as JSON: about what a prompt
-    with them has."""
+    """Number of characters of messages, their reasoning and calls included, and of tools as JSON: an estimate of the
+    length of their prompt."""
     calls = sum(len(call.name) + len(call.arguments) for message in messages for call in message.calls)
     texts = sum(len(message.text) + len(message.reasoning) for message in messages)
     return texts + calls + len(msgspec.json.encode(tools).decode())

@@ -74,8 +74,8 @@ DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
 
 
 def shared_options(body: object) -> dict[str, Any]:
-    """Sampling options that each dialect calls as `SamplingOptions` does, if it has them: the distribution and the
-    seed. `body`: decoded body of a request. None for a field that the client has not set, or the body does not have."""
+    """Sampling options whose names are the same in every dialect (`DISTRIBUTION` and the seed), as arguments for
+    `SamplingOptions`. `body`: decoded body of a request; None stands for a field that it lacks or that is not set."""
     return {field: getattr(body, field, None) for field in (*DISTRIBUTION, "seed")}
 
 

@@ -208,8 +208,8 @@ class RecordedSessions:
         return self._table
 
     async def open(self, about: Mapping[str, Any]) -> AgentSession:
-        """Open a session and create its file, with `about`, the client's own facts about it. If the limit is reached,
-        the session that has been idle for longest, an hour at least, is ended.
+        """Open a session and create its file. `about`: the task that the client sent, which is recorded. If the limit
+        is reached, the session that has been idle for longest, an hour at least, is ended.
 
         Raises:
             NotServed: the limit is reached, and no session has been idle for an hour.
@@ -299,7 +299,7 @@ def _calls(path: Path, lines: Sequence[Line]) -> list[RecordedCall]:
 
 
 def _segments(lines: Iterable[Written]) -> list[Segment]:
-    """Join the segments, whose parents must stand before them. Raises StoreError if one is missing."""
+    """Join the recorded pieces to segments, in order. Raises StoreError unless each segment's parent is before it."""
     found = joined_pieces((line.node, line.segment) for line in lines)
     for place in range(len(found)):
         if not NOTHING <= parent_of(found, place) < place:
@@ -314,7 +314,8 @@ def _opening(path: Path) -> Opened:
 
 
 def _has_ended(path: Path) -> bool:
-    """Whether the last line of a session's file is its end; reads only that line."""
+    """Whether the last line of a session's file records its end. Only the end of the file is read: False if the last
+    line is incomplete or longer than 64 KiB."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(max(0, size - _TAIL))
