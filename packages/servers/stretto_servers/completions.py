@@ -122,7 +122,7 @@ class OpenCompletion:
     @property
     def whole(self) -> str:
         """Reason why the completion has ended by its tokens alone: "stop" after a stop token or text, "length" at the
-        limit; "" if it goes on. A pause of the server may be faster than the news of this end."""
+        limit; "" if it goes on. Needed because a pause may end the request before the server reports the end."""
         if self.stopped or (self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids):
             return "stop"
         return "length" if len(self.token_ids) >= self.limit else ""
@@ -146,8 +146,8 @@ class OpenCompletion:
         """Set the versions of the finished request's tokens from the server's spans (version, start, end), if an update
         came meanwhile; otherwise only compare. `spans` may be empty then.
 
-        `loaded`: whether the server has loaded a version. The weights that it was started with are then no version of
-        it: a server that reports them was started again meanwhile, or is another one at the same address.
+        `loaded`: whether the server has loaded a version. If so, spans that name the weights of the server's start are
+        refused: the server was started again meanwhile, or is another one at the same address.
 
         Raises:
             WireError: the spans contradict the versions that the server has had.

@@ -310,8 +310,8 @@ class ExternalEngine:
         return tuple(pairs)
 
     async def _answer(self, challenge: Challenge) -> Scores:
-        """Run a canary challenge on the server; returns its scores. Call it while no completion runs. Completions
-        continue only if the scores answer the challenge."""
+        """Run a canary challenge on the server; returns its scores. Call it while no completion runs. Sampling stops,
+        and continues only if the scores prove that the server has the weights of its version."""
         self._sampling.clear()
         self._in_doubt = True  # also if the server fails to answer: then the next update loads again
         start = time.monotonic()

@@ -120,7 +120,7 @@ class JsonServer:
 
     async def _next(self, connection: Connection, path: str, rest: bytes) -> tuple[list[bytes], bytes, bool]:
         """Read on until an event is complete; returns the events, the bytes behind the last one (`rest` of the next
-        call), and whether more may come. A server without room: no event, and its message."""
+        call), and whether more may come. If the server has no room (429 or 503): no events, its message, and False."""
         async with deadline(self._owner, f"the next tokens of {self.name}", self._token_seconds):
             while True:
                 part = await connection.read()

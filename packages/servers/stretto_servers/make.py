@@ -52,8 +52,8 @@ def new_mark() -> str:
 
 
 def with_own_versions(delta: Delta, mark: str) -> Delta:
-    """Remove the adapter's mark from the names of versions. A number without it becomes a name that is no version. ""
-    is the mark of an adapter that has loaded nothing: every name stays."""
+    """Remove the adapter's `mark` from the version names in the spans of `delta`. A bare number was set by somebody
+    else, so it is renamed to a text that counts as no version. With the mark "" (nothing loaded yet), names stay."""
     if not delta.spans:
         return delta
     return msgspec.structs.replace(delta, spans=tuple((_own(name, mark), *places) for name, *places in delta.spans))

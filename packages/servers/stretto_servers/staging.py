@@ -23,7 +23,8 @@ _OTHER_WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index
 
 
 class FolderAsItIs:
-    """Published versions of the weights as a folder that a server can load. Here a fixed folder, for every version."""
+    """Gives the folder from which a server loads a version: here the same fixed folder for every version (base class of
+    `StagedWeights`, which stages published versions)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
