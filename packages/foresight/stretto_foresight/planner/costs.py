@@ -40,9 +40,9 @@ from stretto_foresight.planner.machine import MachineProfile
 class Job:
     """A recipe as the planner sees it. `longest`: tokens of the longest prompt plus the longest completion.
     `recomputes`: the objective needs proximal log-probabilities. `converses`: the recipe has a workflow of several
-    turns. `reference`: shape of the reference model that the trainer also holds; None: no such model. `refers`: where
-    the divergence from a reference policy goes, also from the policy without adapters; "": there is no reference
-    policy. `critic`: whether the trainer has a critic."""
+    turns. `reference`: shape of the reference model that the trainer also holds; None: no such model. `refers`: whether
+    the divergence from the reference policy (a model, or the policy without its adapters) is in the loss or in the
+    reward; "": there is no reference policy. `critic`: whether the trainer has a critic."""
 
     shape: ModelShape
     lengths: Lengths

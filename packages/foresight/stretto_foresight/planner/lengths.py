@@ -35,8 +35,8 @@ class LogNormalLengths:
 
     @property
     def mean(self) -> float:
-        """Mean of the lengths that are drawn, in tokens: of the log-normal X, which counts as 1 below 1.5 (a length is
-        rounded, and at least 1), and as `max_tokens` above that."""
+        """Mean of the lengths that `groups` draws, in tokens: of the log-normal, with values below 1.5 counted as 1
+        (lengths are rounded) and values above `max_tokens` as `max_tokens`."""
         if not self.sigma or self.max_tokens == 1:
             return max(1, min(self.max_tokens, round(self.untruncated)))
         middle = math.log(self.untruncated) - self.sigma**2 / 2

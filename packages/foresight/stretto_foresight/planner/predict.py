@@ -112,8 +112,9 @@ def plan(
     """Simulate layouts of `devices` devices and order them by the `goal` ("time", "cost" or "staleness"); None: predict
     the recipe's own layout only.
 
-    `say` gets progress messages, and a warning if the machine's profile says little about steps as short. After 30
-    seconds of the `clock` (CPU seconds), no further simulation starts, and the current one ends after its step.
+    `say` gets progress messages, and a warning if most of a step is time that a built-in profile assumes for any model.
+    After 30 seconds of the `clock` (CPU seconds), no further simulation starts, and the current one ends after its
+    step.
 
     Raises:
         RecipeError: no layout fits the memory, or no layout of these devices is possible.

@@ -169,7 +169,7 @@ class SimulatedEngine:
 
     def stop(self, flight: Flight) -> list[int]:
         """Abort a group: free its slots and cache, and return the number of tokens that each completion has sampled, by
-        member. Those that were preempted keep what they had sampled."""
+        member. A preempted completion counts with the tokens from before its preemption."""
         self._advance()
         sampled = {member: len(versions) for member, versions in flight.versions.items()}
         sampled |= {row.member: len(row.before) for row in self._waiting if row.flight is flight}
