@@ -49,7 +49,7 @@ class Wish(msgspec.Struct, frozen=True):
         owner: the client; prompts of several clients are scored in turn.
         scored: whether to return the log-probabilities of the prompt's tokens.
         prompt_likeliest: number of likeliest tokens to return at each position of the prompt.
-        first: first position, at least 1, of these two.
+        first: first position of the prompt, at least 1, for which `scored` and `prompt_likeliest` give results.
         targets: tokens to score in place of the prompt's: row i has those for position i + 1; the result for token -1
             is 0. None: no result.
         drawn: number of tokens to draw at each position of the prompt after the first. Equal seeds give equal tokens.

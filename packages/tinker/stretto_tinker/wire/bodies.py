@@ -54,8 +54,8 @@ class _SearchCursor(msgspec.Struct, frozen=True):
 
 
 class SearchSessions(msgspec.Struct, frozen=True):
-    """Body of ``sessions/search``. What is None, or left out, holds for every session. `limit`: of the reply; None:
-    50"""
+    """Body of ``sessions/search``. A criterion that is None, or left out, matches every session. `limit`: most sessions
+    in the reply; None: 50"""
 
     display_name: str | None = None
     session_id: str | None = None
@@ -174,7 +174,7 @@ class SaveWeights(_Typed, frozen=True):
     """Body of ``save_weights``, ``save_weights_for_sampler`` and ``save_weights_external``
 
     `path`: name of the checkpoint. None, for a sampler only: the weights get no name, and a sampling session with the
-    number `sampling_session_seq_id` is opened on them; with the `kind` "inflight" it changes to the model's next ones.
+    number `sampling_session_seq_id` is opened on them; the `kind` "inflight" lets this follow later such saves.
     `ttl_seconds`: lifetime; None: unlimited. `overwrite`: replace a checkpoint with this name.
     """
 
@@ -208,8 +208,8 @@ class LoadWeights(_Typed, frozen=True):
 
 
 class OpenSampler(_Typed, frozen=True):
-    """Body of ``create_sampling_session``. `sampling_session_seq_id`: its number in the session. `model_path`:
-    ``tinker://...``; None: the base model"""
+    """Body of ``create_sampling_session``. `sampling_session_seq_id`: number of the sampling session in the session.
+    `model_path`: weights, ``tinker://...``; None: the base model"""
 
     session_id: str
     sampling_session_seq_id: Count
@@ -218,7 +218,7 @@ class OpenSampler(_Typed, frozen=True):
 
 
 class JoinSampler(_Typed, frozen=True):
-    """Body of ``join_sampling_session``: a further client samples in it, with request numbers of its own"""
+    """Body of ``join_sampling_session``: a further client uses a sampling session, with request numbers of its own"""
 
     sampling_session_id: str
 

@@ -200,7 +200,8 @@ class Models:
         return result, form, live.model.digest() if asked.kind == STEP else ""
 
     def _failed(self, live: Live, asked: Asked, why: str) -> None:
-        """Note what a failed request does to the gradient: without a backward pass it is broken; a step clears it."""
+        """Note what a failed request does to the accumulated gradient: a failed backward pass leaves it incomplete
+        (`Live.broken`), and a failed step clears it."""
         if asked.kind == BACKWARD:
             live.broken = live.broken or f"forward_backward {asked.seq} before this step failed: {why}"
         elif asked.kind == STEP:
@@ -252,8 +253,8 @@ class Models:
 
     def snapshot_if_due(self, live: Live, id: str, *, now: bool = False) -> None:
         """Write a snapshot if it is due, or at once with `now`. It is due once the computation since the last one has
-        taken 20 times as long as its writing, and at least a second. While a gradient is accumulated, one is written
-        only `now`: it is larger, and the next step makes it smaller.
+        taken 20 times as long as its writing, and at least a second. While a gradient is accumulated, no snapshot is
+        due, because it would include the gradient, which the next step clears.
 
         Raises:
             OSError, sqlite3.Error: the snapshot cannot be written; the earlier one stays.
@@ -276,8 +277,8 @@ class Models:
 
     def retire(self, id: str) -> None:
         """Remove a model from memory, after a snapshot if it has changed; an unknown id is ignored. It is restored at
-        its next request. If the snapshot cannot be written, this is logged, and the requests since the last one are
-        computed again then."""
+        its next request. If the snapshot cannot be written, this is logged, and the requests since the last snapshot
+        are computed again when the model is restored."""
         live = self._live.get(id)
         try:
             if live is not None and live.behind:

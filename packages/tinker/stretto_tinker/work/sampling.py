@@ -66,8 +66,8 @@ def waiting(asked: Asked) -> tuple[str, Waiting]:
 
 
 class Engines:
-    """Engines in memory, by their lane. They share one budget of KV cache, and one of weights (`samplers_bytes` of the
-    backend), which has no part in the base model's.
+    """Engines in memory, by their lane. They share one budget of KV cache, and one of memory for weights
+    (`samplers_bytes` of the backend), in which the base model's weights do not count.
 
     Making an engine takes longer than a small sample. So once three engines are idle, the least recently used one gets
     the new weights instead, if their shape is the same.
@@ -127,8 +127,8 @@ class Engines:
 
     def _reused(self, folder: Path | None) -> Sampler | None:
         """Take the least recently used idle engine out and give it the weights in `folder`, if at least three are idle.
-        None if fewer are, for the base model (`folder` None), and if its weights have another shape: then it is
-        gone."""
+        None if fewer are idle, or `folder` is None (the base model); None also if these weights have another shape than
+        the engine's, which is then removed."""
         idle = [lane for lane, engine in self._engines.items() if engine.idle and lane.weights]
         if len(idle) < _FEWEST_IDLE or folder is None:
             return None
