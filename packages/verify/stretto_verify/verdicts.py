@@ -16,7 +16,7 @@ class Judged(Record, frozen=True):
 
     Attributes:
         verdict: "right", "wrong" or "undecided". Undecided says nothing about the completion: the gold answer or the
-            tests cannot be read, or what judges failed or was late. Never count it as wrong.
+            tests cannot be read, or the judging itself failed or was late. Never count it as wrong.
         reason: why it is wrong or undecided; empty if it is right.
     """
 

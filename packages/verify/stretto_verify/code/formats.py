@@ -93,8 +93,8 @@ def _check_input(text: str, number: int) -> None:
 
 
 def _of_python(test: CallTest) -> CallTest:
-    """A test whose values may be Python objects that JSON lacks: tuples, sets, bytes, keys of any type. BadTests for
-    objects that no program can get or return."""
+    """The test with its accepted results in the form of `values.plain`. Its values may be Python objects that JSON
+    lacks: tuples, sets, bytes, keys of any type. Raises BadTests for objects that no program can get or return."""
     try:
         for argument in test.args:
             _check_argument(argument)
@@ -116,7 +116,7 @@ def _check_argument(value: object) -> None:
 
 
 def _plain(value: object) -> Any:
-    """`value` in the form of `values.plain`; what has this form already stays."""
+    """`value` converted to the form of `values.plain`, which JSON can hold; parts that have this form already stay."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if isinstance(value, dict) and all(isinstance(key, str) for key in value):
@@ -231,8 +231,8 @@ def _accepted(wanted: object) -> tuple[Any, ...]:
 
 
 def _joined(value: object, place: str) -> str:
-    """The text `value`, or the lines of a list joined to one text; BadTests for anything else, which it calls
-    `place`."""
+    """The text `value`, or the lines of a list joined to one text. Raises BadTests for anything else; `place`: what the
+    message calls it."""
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     return _text(value, place)
@@ -260,7 +260,7 @@ def _metadata(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _unpacked(given: Any) -> Iterable[object]:
     """List of tests, given as a list, as JSON, or in LiveCodeBench's packing (JSON in a pickle, deflated, base 64).
-    BadTests if it is neither."""
+    BadTests if it is none of these."""
     if isinstance(given, str):
         try:
             given = json.loads(given)

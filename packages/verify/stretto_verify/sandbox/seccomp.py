@@ -159,6 +159,7 @@ def _unless(*values: int) -> list[_Line]:
 
 
 def _on_argument(place: int, number: int, checks: list[_Line]) -> list[_Line]:
-    """Apply `checks` to an argument, at offset `place`, of the system call `number`."""
+    """Instructions that apply `checks` to the argument at offset `place` of the system call `number`, and allow the
+    call unless one refuses it. Other calls pass on to the next instruction."""
     body = [(LOAD, 0, 0, place), *checks, (RETURN, 0, 0, ALLOW)]
     return [(JUMP_EQUAL, 0, len(body), number), *body]

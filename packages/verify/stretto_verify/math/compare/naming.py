@@ -160,7 +160,8 @@ def _is_asked(side: Node) -> bool:
 
 
 def _is_title(text: str) -> bool:
-    """Whether a text names a quantity, in words or notation (``A \\cap B``), and is no failed expression."""
+    """Whether a text that is no readable expression names a quantity, in words or notation (``A \\cap B``): it has a
+    word of three letters, or nothing that is computed."""
     return _LONG_WORD.search(text) is not None or _COMPUTED.search(re.sub(r"\\[a-zA-Z]+", r"\\", text)) is None
 
 

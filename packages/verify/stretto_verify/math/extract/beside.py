@@ -119,13 +119,13 @@ def is_changed_behind(after: str) -> bool:
 
 
 def is_compared(before: str, after: str) -> bool:
-    """Whether a number is what another one exceeds a third by: "the answer is 42 more than that". Of one who is no
-    number ("Tom is 5 years older than Ann") it is the answer."""
+    """Whether a number only tells by how much the answer exceeds another number: "the answer is 42 more than that".
+    False where no numbers are compared ("Tom is 5 years older than Ann"): there it may be the answer."""
     return _THAN.match(after) is not None and _IS_COMPARED.search(before) is not None
 
 
 def is_bounded(before: str) -> bool:
-    """Whether the text before a number makes it a bound: "at most 42". A box around it tells that it is the answer."""
+    """Whether the text before a number makes it a bound: "at most 42". (A number in a box is the answer even so.)"""
     return _BOUND.search(before) is not None
 
 

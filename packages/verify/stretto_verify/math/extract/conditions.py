@@ -69,8 +69,8 @@ def unconditioned(text: str) -> str:
 
 
 def _total(found: re.Match[str]) -> str | None:
-    """The number of a match of `_PARTED`, in digits, if its parts add up to it, or are as many numbers; else None.
-    Prices have prices as parts."""
+    """The total in a match of `_PARTED` ("42 students: 20 girls and 22 boys"), in digits, if the numbers behind it add
+    up to it, or are a bare list of that many numbers; else None. Of a price, the parts are prices."""
     told = counted(found["total"]) if found["total"][0].isalpha() else None
     total = told or Fraction(_PART.findall(found["total"])[0].replace(",", ""))
     parts = ("$" in found["total"] and _PRICE.findall(found["parts"])) or _PART.findall(found["parts"])

@@ -37,8 +37,8 @@ Span = tuple[int, int, str]  # start, end, content
 
 @dataclass(frozen=True)
 class FinalAnswer:
-    """A final answer as written; "" if the text denies all that it has. `certain`: the text marks where it begins and
-    ends."""
+    """A final answer as written; "" if the text denies each of its candidates. `certain`: the text marks where the
+    answer begins and ends."""
 
     text: str
     certain: bool
@@ -215,8 +215,8 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
 
 
 def in_prose(text: str) -> FinalAnswer | None:
-    r"""Answer of a box of words in which a value stands (``\text{a loss of }\$5``), as between two tags; None for other
-    forms."""
+    r"""Final answer in a box that holds words and numbers (``\text{a loss of }\$5``), found as in the text between
+    ``<answer>`` tags; None for other contents."""
     told = _MIXED.sub(_in_parts, _DOLLAR.sub(r"\\$", " ".join(_IN_WORDS.sub(r" \1 ", text).split())))
     if r"\text" not in text or _WORDS_AND_NUMBERS.fullmatch(told) is None:
         return None

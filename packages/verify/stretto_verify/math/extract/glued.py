@@ -126,8 +126,8 @@ def further(after: str) -> str | None:
 
 
 def _with_rival(content: str, after: str) -> str | None:
-    """The number in a box and another one that its sentence goes on with, as a list; None if there is none, or it is
-    denied, a reason, or the same amount in another unit."""
+    """The number in a box and another number that follows in its sentence, as a list. None if no other number follows,
+    or it is denied, belongs to a reason, or is the same amount in another unit."""
     if (found := _RIVAL.match(after)) is None:
         return None
     start = found.start("formula" if found["number"] is None else "number")
@@ -141,8 +141,8 @@ def _with_rival(content: str, after: str) -> str | None:
 
 
 def _term(number: str, text: str, start: int) -> tuple[str, str]:
-    """The whole term that begins at `start` with `number`, bare and with its unit, magnitude or percent: "3 dozen", not
-    3."""
+    """The whole term that begins with `number` at the index `start` of the text: first bare, then with its unit,
+    magnitude or percent ("3 dozen", not 3)."""
     length, term = next(
         ((end, term) for at, end, term in terms(text[start : start + 60]) if at == 0), (len(number), number)
     )

@@ -35,7 +35,7 @@ _NO_NAMES = frozenset(_NO_NAMES_TEXT.split())
 
 @lru_cache(maxsize=1 << 12)
 def subject(gold: str) -> str:
-    """Name of what a gold answer is stated of; "" if it is no statement about one that has a name.
+    """Name of the person or thing that a gold answer is a statement about; "" if it is no statement, or of no name.
 
     >>> subject("Ann is 5"), subject("The total is 5"), subject("5")
     ('Ann', '', '')

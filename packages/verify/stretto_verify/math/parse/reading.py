@@ -297,7 +297,7 @@ def _relation(text: str) -> Node | None:
 
 def _beside(found: Node, texts: Iterable[str]) -> Node:
     """The structure with `texts` that belong to it but have no value of their own: steps before a conclusion,
-    approximations. They are dropped where it has no place for them, as in words."""
+    approximations. A structure without a place for them, such as words, is returned as it is."""
     match found:
         case Scalar() | Relation():
             return replace(found, beside=(*found.beside, *texts))

@@ -196,8 +196,8 @@ def _per(found: re.Match[str]) -> str:
 
 
 def _both(found: re.Match[str]) -> str:
-    """``x>0 and x<3`` as ``0<x<3``; unchanged if both bounds are on one side. Joined by a comma only, bounds that leave
-    nothing between them are two ranges."""
+    """``x>0 and x<3`` as ``0<x<3``; unchanged if both bounds are on one side, or if only a comma joins two bounds that
+    leave nothing between them (two ranges)."""
     one, other = (_bound(found.groups()[start : start + 6]) for start in (0, 7))
     if one[0] != other[0] or one[1] == other[1]:
         return found[0]
@@ -450,7 +450,7 @@ def closing_at(text: str, start: int) -> int:
 
 def _rebracketed(text: str, form: re.Pattern[str], opening: str, closing: str) -> str:
     """The text with `opening` in place of each match of `form`, which ends with a bracket, and `closing` in place of
-    that bracket's partner: ``sqrt(x)`` becomes ``\\sqrt{x}``. It ends at a bracket without partner."""
+    that bracket's partner: ``sqrt(x)`` becomes ``\\sqrt{x}``. From a bracket without a partner on, nothing changes."""
     at = 0
     while (found := form.search(text, at)) is not None:
         end = closing_at(text, found.end() - 1)
