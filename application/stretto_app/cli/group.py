@@ -1,4 +1,4 @@
-"""The group of commands: its list of them, and what it says of words that make no sense and of Ctrl-C."""
+"""Class of the command groups: their list of commands, hints on misplaced words, and the message for Ctrl-C."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Commands(TyperGroup):
 
 
 def _advise(error: Any) -> None:
-    """Add to a mistake of words how the settings of its command are written."""
+    """Add to the message of `error`, for an unknown option or an extra word, how the command's settings are written; do
+    nothing if the command has none."""
     context = getattr(error, "ctx", None)
     if context is None or not isinstance(said := getattr(error, "message", None), str):
         return

@@ -46,7 +46,7 @@ def refuse_recipe(
         RecipeError: the file is missing or broken, or keys or values are wrong; names all.
         ModelFolderError: with `paths`: the model folder is missing or has no config.json.
         DataError: with `paths`: a data file is missing.
-        RewardFunctionError, WorkflowError: with `functions`: a reward or the workflow is nowhere.
+        RewardFunctionError, WorkflowError: with `functions`: a reward or the workflow cannot be found.
     """
     from stretto_app.forking.imports import imports_of_roles
 
@@ -109,7 +109,7 @@ def refuse_resumed(run: Path, overrides: Sequence[str]) -> tuple[str, ...]:
         RecipeError: keys or values are wrong.
         ModelFolderError: the model folder is missing or has no config.json.
         DataError: a data file is missing.
-        RewardFunctionError, WorkflowError: a reward or the workflow is nowhere.
+        RewardFunctionError, WorkflowError: a reward or the workflow cannot be found.
     """
     refuse_run(run)
     recipe = run / "recipe.toml"

@@ -1,4 +1,4 @@
-"""`stretto.evaluate`: the command ``stretto eval`` as a function. Its process is that of `stretto.train`."""
+"""`stretto.evaluate`: the command ``stretto eval`` as a function, run in a process of its own as `stretto.train` is."""
 
 from __future__ import annotations
 

@@ -187,8 +187,8 @@ class Cluster(Machines):
         self.identity = msgspec.structs.replace(self.identity, before=others)
 
     def _superseded(self, epoch: int, address: str) -> None:
-        """Give way to a newer conductor, whether this can be recorded or not. Raises OSError while it cannot: the newer
-        one, which then gets no reply, asks again."""
+        """Give way to a newer conductor (`epoch`, `address`), even if this cannot be recorded. Raises OSError while it
+        cannot be recorded: the newer conductor then gets no reply, and asks again."""
         if self._newer is None:  # otherwise it is ending already
             self._tasks.add("superseded", self._give_way(epoch, address))
         if not self.identity.superseded:

@@ -240,12 +240,12 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def fork_here(*, apart: bool = False, modules: Sequence[str] = ()) -> Spawner:
-    """Fork this process as a fork server, which has its imports, and imports `modules`; returns its spawner, or one of
-    fresh interpreters (`FRESH`) if there is an accelerator or the system cannot fork.
+    """Fork this process: the copy, which has the imports of this process and imports `modules`, becomes a fork server.
+    Returns its spawner, or that of fresh interpreters (`FRESH`) if there is an accelerator or the system cannot fork.
 
     Call it before this process has threads or begins as a role. It does not return in the copy and its children. Of all
-    descriptors the copy keeps the standard streams only. With `apart` these lead to /dev/null, and the copy has a
-    session of its own, so that Ctrl-C does not reach it.
+    descriptors the copy keeps the standard streams and its connection to this process only. With `apart` the streams
+    lead to /dev/null, and the copy has a session of its own, so that Ctrl-C does not reach it.
     """
     if accelerated():
         return FRESH

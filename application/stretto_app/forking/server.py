@@ -76,7 +76,8 @@ def accelerated() -> bool:
 
 
 class ForkedHere:
-    """A fork server that is a copy of this process (`forking.role.fork_here`), as a `subprocess.Popen`."""
+    """A fork server that is a forked copy of this process (made by `forking.role.fork_here`), with those methods of a
+    `subprocess.Popen` that `ForkServer` uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

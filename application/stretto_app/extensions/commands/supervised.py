@@ -1,4 +1,4 @@
-"""`stretto sft`: runs the warm start of a recipe alone; what it has in common with `stretto dpo`."""
+"""`stretto sft`: runs the warm start of a recipe alone; also the functions that it shares with `stretto dpo`."""
 
 from __future__ import annotations
 
