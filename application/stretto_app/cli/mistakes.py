@@ -71,7 +71,8 @@ def refuse_training(
     recipe: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, *, paths: bool
 ) -> tuple[str, ...]:
     """Check what `stretto train` is given: a recipe, or with `resume` a run folder. `paths`: also the paths and the
-    functions that a recipe names. Return the modules of transformers that the model needs.
+    functions that a recipe names. Return the modules of transformers that the model needs, or () without a check if
+    `resume` gets both a folder and a `run_dir`.
 
     Raises:
         RunFolderError: there is no such run to resume.

@@ -162,7 +162,8 @@ class SamplingRule:
         return tuple(name for name, unapplied in ignored.items() if unapplied)
 
     def _top_k(self, wish: int | None) -> int | None:
-        """The engine's `top_k` for that of a client: 0, no filter, also for -1 and large values. None for None."""
+        """The engine's `top_k` for a client's: the same, but 0 (no filter) for negative values and values of at least
+        the vocabulary's size, and None for None."""
         return wish if wish is None or 0 < wish < self.vocabulary else 0
 
     def sampling(self, request: Request, prompt_tokens: int, *, strict: bool = False) -> Sampling:

@@ -120,7 +120,8 @@ class JsonServer:
 
     async def _next(self, connection: Connection, path: str, rest: bytes) -> tuple[list[bytes], bytes, bool]:
         """Read on until an event is complete; returns the events, the bytes behind the last one (`rest` of the next
-        call), and whether more may come. If the server has no room (429 or 503): no events, its message, and False."""
+        call), and whether more may come. If the server has no room (429 or 503): no events, its message, and False.
+        Raises what `refused` makes of other statuses than 200, and WireError for an event that is too large."""
         async with deadline(self._owner, f"the next tokens of {self.name}", self._token_seconds):
             while True:
                 part = await connection.read()

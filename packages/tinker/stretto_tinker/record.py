@@ -438,7 +438,7 @@ class Record:
         return [(id, state, size or 0, at) for id, state, size, at in self._all(sql, lane, place, first, last)]
 
     def fetched(self, id: str) -> None:
-        """Record the time at which a client first fetched a result."""
+        """Record now as the time at which its client fetched the result of request `id`; only the first call counts."""
         self._all("INSERT OR IGNORE INTO fetched VALUES (?, ?)", id, now())
 
     def forget_results(self, lane: str, ids: Iterable[str]) -> None:
@@ -465,7 +465,8 @@ class Record:
         return self._rows(CheckpointRow, f"{where}ORDER BY created DESC", *by.values())
 
     def change_checkpoint(self, path: str, *, public: bool | None = None, expires: float | None = None) -> None:
-        """Set whether all clients may read a checkpoint; if `public` is None, its expiry (Unix time or None: never)."""
+        """Set whether all clients may read a checkpoint (`public`, then `expires` is ignored); if `public` is None, set
+        when the checkpoint expires (`expires`: Unix time; None: never)."""
         if public is None:
             self._all("UPDATE checkpoints SET expires = ? WHERE path = ?", expires, path)
         else:

@@ -25,7 +25,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
         run_dir: where the run folder will be, for the estimate of disk space; None: the folder ``runs``.
 
     Raises:
-        UserError: has every mistake.
+        UserError: the recipe or the run has mistakes; lists them all.
     """
     if resume:
         prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)

@@ -299,7 +299,7 @@ class Costs:
 
     @property
     def _mean_batch(self) -> list[int]:
-        """Lengths of a batch whose completions all have the mean length."""
+        """Lengths, prompt included, of the sequences of a batch whose completions all have the mean length."""
         lengths = self.job.lengths
         return [math.floor(lengths.prompt_tokens + lengths.mean)] * self.job.completions
 

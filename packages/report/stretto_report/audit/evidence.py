@@ -36,7 +36,7 @@ class Onset:
 
 
 def measured(values: Numbers | None, windows: int = 1) -> bool:
-    """Whether a series has enough measurements for this number of windows of ten; False for None (no such series)."""
+    """Whether a series has enough measurements for `windows` windows of ten; False for None (no such series)."""
     return values is not None and int(np.isfinite(values).sum()) >= windows * WINDOW
 
 

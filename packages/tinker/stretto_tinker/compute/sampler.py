@@ -206,7 +206,7 @@ class Sampler:
         return self._engine.backlog
 
     def unscored(self, owner: str) -> int:
-        """Number of tokens of a client's open requests that are not scored yet."""
+        """Number of prompt tokens of a client's open requests that are still to be scored."""
         return sum(self._open[id].unscored for id in self._prompts.get(owner, ()))
 
     def fits(self, sequences: int, tokens: int) -> bool:
@@ -259,7 +259,7 @@ class Sampler:
         return ended
 
     def _ended(self, id: str) -> dict[str, Ended]:
-        """Close a request if all of it is computed; returns its outcome, or nothing."""
+        """Close a request if all of it is computed; returns its outcome by its id, else an empty dict."""
         opened = self._open[id]
         if opened.left or opened.pieces is not None:
             return {}
@@ -278,7 +278,8 @@ class Sampler:
         return None
 
     def _score_piece(self, id: str) -> dict[str, Ended]:
-        """Score the next piece of a prompt; returns the outcome of its request if it ends with it, or nothing."""
+        """Score the next piece of a request's prompt; returns the outcome by the request's id if this ends the request,
+        also by a failure, else an empty dict."""
         opened = self._open[id]
         assert opened.pieces is not None
         try:
@@ -366,7 +367,7 @@ class _Scores:
 
 
 def _empty(positions: int, width: int, logprob: float) -> Likeliest | None:
-    """Token 0 with this log-probability in each of `width` entries at each position; None for no width."""
+    """Token 0 with this log-probability in each of `width` entries at each position; None if `width` is 0."""
     if not width:
         return None
     return Likeliest(np.zeros((positions, width), np.int32), np.full((positions, width), logprob, np.float32))

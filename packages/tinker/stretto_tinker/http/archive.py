@@ -146,7 +146,8 @@ class Archive:
         return RedirectResponse(self._signed(call, "archives", place)[0], 302)
 
     def _signed(self, call: Call, route: str, place: Place) -> tuple[str, int]:
-        """Make a signed URL of a checkpoint (see `open_routes`); returns it, and the Unix time at which it expires."""
+        """Make a signed URL of a checkpoint; returns it, and the Unix time at which it expires. `route`: first part of
+        its path, ``files`` or ``archives`` (see `open_routes`)."""
         until = int(now()) + _URL_SECONDS
         at = f"{until}/{self._seal(until, place)}/{place.model}/{place.kind}/{place.name}"
         return f"{str(call.request.base_url).rstrip('/')}/{route}/{at}", until

@@ -104,8 +104,8 @@ class Saving:
 
 
 def sampler_id(session: str, seq: int) -> str:
-    """Id of a sampling session, of its session's id and its number there; a retry of the request that opens it gives
-    the same."""
+    """Id of a sampling session, made of its session's id and its number there (`seq`), so that a retry of the request
+    that opens it gets the same id."""
     return f"{session}:sample:{seq}"
 
 

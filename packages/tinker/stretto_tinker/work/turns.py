@@ -82,9 +82,9 @@ class Turns:
         return chosen
 
     def spent(self, owners: Collection[str], seconds: float) -> None:
-        """Count the seconds of a turn, in equal parts for the clients that it worked for. A client that is listed
-        several times counts once: with parts by requests, the client with the fewest would keep a shared lane first
-        in the order at no cost, and other clients would wait for the requests of all."""
+        """Count the seconds of a turn, in equal parts for the clients that it worked for, however often each is listed.
+        If parts were by requests, a client with few of the many requests in a shared lane would pay next to nothing,
+        keep the lane first in the order, and so make the clients of other lanes wait for all requests of this lane."""
         clients = frozenset(owners)
         for owner in clients:
             self._spent[owner] = self._spent.get(owner, 0.0) + seconds / len(clients)

@@ -67,7 +67,7 @@ def _same_line(alike: bool, expected: str, printed: str) -> bool:
 
 
 def _gaps(line: str) -> list[str]:
-    """Spaces in front of each word."""
+    """White space in front of each word of a line."""
     return re.split(r"\S+", line)[:-1]
 
 

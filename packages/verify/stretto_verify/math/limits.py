@@ -93,7 +93,7 @@ def check_piece(text: str) -> None:
     """Check that a final answer is small enough to be parsed.
 
     Raises:
-        Undecided: it is not; the reason names the limit.
+        Undecided: it is too large; the reason names the limit.
     """
     if len(text) > LONGEST_PIECE:
         raise Undecided(f"a final answer of {len(text):,} characters; at most {LONGEST_PIECE:,} are read")

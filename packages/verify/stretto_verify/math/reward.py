@@ -175,8 +175,8 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
 
 
 def _as_asked(prompt: str, found: Node) -> Node:
-    """The structure without the base of its number, or the magnitude behind it, if the question names that base or
-    magnitude; else as it is."""
+    """The parsed answer without the base of its number, or the magnitude behind its number (million), if the question,
+    `prompt`, names that base or magnitude; else unchanged."""
     if isinstance(found, Relation):
         last = _as_asked(prompt, found.sides[-1])
         return found if last is found.sides[-1] else replace(found, sides=(*found.sides[:-1], last))
@@ -218,7 +218,8 @@ def _is_worded(found: Node | None) -> bool:
 
 
 def _told(text: str, found: Node | None) -> FinalAnswer | None:
-    """The answer of words in which a value stands, in digits or spelt; None for other texts."""
+    """The final answer, a value, in a text of words that contains a value in digits or in words; None for other
+    texts."""
     if isinstance(found, Words) and (written := in_figures(found.text)) != found.text:
         return final_answer(written, is_all=True)
     return in_prose(text)

@@ -74,8 +74,8 @@ def boxed(text: str) -> str | None:
 
 
 def _is_passed(text: str, start: int) -> bool:
-    """Whether a sign or words before the box that begins at `start` make it no value: ``x > \\boxed{12}``, "the sum of
-    2 and"."""
+    """Whether a strict inequality sign or words before the box that begins at `start` make it no final answer: ``x >
+    \\boxed{12}``, or "the sum of 2 and" before the box."""
     before = text[max(0, start - 40) : start].rstrip(" $")
     if before.endswith(("and", "or", "to")) and _OF_TWO.search(before) is not None:
         return True

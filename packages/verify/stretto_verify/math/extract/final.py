@@ -345,7 +345,8 @@ def _piece_of(rest: str) -> FinalAnswer:
 
 
 def _formulas(text: str, first: re.Match[str]) -> tuple[list[str], int]:
-    """Contents of the formulas from `first` on that are joined to it, and the end of the last."""
+    """Contents of the formula `first` and of those that a comma, "and" or the like joins to it, and the index at which
+    the last ends. A percent sign or base behind the last is a part of it."""
     contents, at = [_content(first)], first.end()
     while (joint := _BETWEEN.match(text, at)) is not None and (more := _FORMULA.match(text, joint.end())) is not None:
         contents.append(_content(more))

@@ -151,8 +151,8 @@ def _term(number: str, text: str, start: int) -> tuple[str, str]:
 
 
 def _segment_before(before: str) -> tuple[str, bool]:
-    """The text behind the last dollar sign, bracket or line break that may open a formula, and whether it is a sign,
-    not a line break. At most 200 characters."""
+    """The text, of at most 200 characters, behind the last dollar sign, ``\\(``, ``\\[`` or line break; and whether a
+    sign of a formula precedes it, not a line break or nothing."""
     found = list(_OPENING.finditer(before, max(0, len(before) - 200)))
     return (before[found[-1].end() :], found[-1][0] != "\n") if found else (before[-200:], False)
 
@@ -174,8 +174,8 @@ def _in_prose(content: str, left: str, right: str) -> str | None:
 
 
 def _in_formula(content: str, left: str, right: str, *, is_marked: bool) -> str | None:
-    """The side of the formula in which the box stands; None if the box is the whole side. `left` and `right`: the text
-    beside the box, `is_marked`: between the signs of a formula."""
+    """The side of the formula in which the box stands, with the `content` of the box; None if the box is the whole
+    side. `left` and `right`: the text beside the box; `is_marked`: whether signs of a formula surround that text."""
     cut = [one.end() for one in _SIDE_BEFORE.finditer(left)]
     left = left[cut[-1] :] if cut else left
     opened = left.count("(") - left.count(")")

@@ -308,7 +308,8 @@ def _beside(found: Node, texts: Iterable[str]) -> Node:
 
 def _made(sides: list[str], signs: list[str]) -> Node:
     """Relation from its sides and the signs between them, one fewer; ``= 5`` and ``5 ≈ 5.0`` name nothing and give 5
-    alone. The value of ``x = √2 ≈ 1.41`` is √2, that of ``x ≈ 1.41`` is 1.41. Raises Unreadable."""
+    alone. The value of ``x = √2 ≈ 1.41`` is √2, that of ``x ≈ 1.41`` is 1.41. Raises Unreadable, also as LeftOver, for
+    what makes no relation."""
     if not sides[0].strip() and signs[0] in ("=", r"\in", r"\equiv", r"\approx"):
         was_member, sides, signs = signs[0] == r"\in", sides[1:], signs[1:]
         if not signs:

@@ -186,12 +186,12 @@ def _russian(found: re.Match[str]) -> str:
 
 
 def _aligned(found: re.Match[str]) -> str:
-    """``²³`` is ``^{23}``, ``₂`` is ``_{2}``."""
+    """LaTeX of small digits: ``²³`` as ``^{23}``, ``₂`` as ``_{2}``."""
     return f"{'_' if found[0] <= '₉' and found[0] >= '₀' else '^'}{{{found[0].translate(_DIGITS)}}}"
 
 
 def _per(found: re.Match[str]) -> str:
-    """``\\text{m}\\cdot\\text{s}^{-2}`` as ``\\text{m/s}^{2}``."""
+    """A unit times a unit with a negative exponent, ``\\text{m}\\cdot\\text{s}^{-2}``, as ``\\text{m/s}^{2}``."""
     return rf"\text{{{found[1].strip()}/{found[2].strip()}}}" + (f"^{{{found[3]}}}" if found[3] != "1" else "")
 
 
@@ -219,7 +219,8 @@ def _bound(parts: Sequence[str | None]) -> tuple[str, bool, bool, str]:
 
 
 def _share(found: re.Match[str]) -> str:
-    """``68% of 250``, ``2/3 of 90`` and ``20% off 90`` as products."""
+    """First factor, with the sign of multiplication, of ``68% of 250``, ``2/3 of 90`` or ``20% off 90`` as a product;
+    `found` ends before the second."""
     part = found[1] or rf"\frac{{{found[2]}}}{{100}}"
     return rf"{part}\cdot " if found[3] == "of" else rf"(1-{part})\cdot "
 
