@@ -165,7 +165,7 @@ class ExternalEngine:
 
     async def _complete(self, completion: OpenCompletion) -> None:
         """Generate one completion, with as many requests to the server as updates require, and end its stream in every
-        case. If the server breaks off or is late, so does the stream, and the conductor continues the completion
+        case. If the server breaks off or is late, the stream breaks off too, and the conductor continues the completion
         elsewhere. A mistake in the request refuses it. If the server's tokens cannot be trusted, the stream is refused
         with EngineLied, and the whole engine fails."""
         try:

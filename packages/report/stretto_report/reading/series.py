@@ -41,7 +41,7 @@ class LinesRead(Record, frozen=True):
 
     @classmethod
     def of(cls, lines: LineFollower[Any], *further: Any) -> Self:
-        """Return the position of `lines`. `further`: the other fields of a record that has more."""
+        """Return the position of `lines`. `further`: values of the fields that a subclass adds, in order."""
         return cls(lines.identity, lines.offset, lines.number, *further)
 
     def restore(self, lines: LineFollower[Any]) -> None:

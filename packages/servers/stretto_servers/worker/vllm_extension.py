@@ -58,7 +58,8 @@ class Loader:
 
 
 def _tensors(folder: Path, advance: Any) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over all tensors of all files; each is counted when the next one is requested.
+    """Yield name and tensor of all tensors in the folder's ``*.safetensors`` files. The bytes of each are added to
+    `advance` when the next one is requested.
 
     Raises:
         FileNotFoundError: the folder has no such file.

@@ -243,7 +243,8 @@ class Sampler:
         return ended | self._sample()
 
     def _sample(self) -> dict[str, Ended]:
-        """Take a step of the engine, as `step` does."""
+        """Take one step of the engine; returns the outcomes, by id, of the requests that end with it, or that fail
+        because their logits are not finite."""
         try:
             completions = self._engine.step()
         except BrokenLogits as broken:

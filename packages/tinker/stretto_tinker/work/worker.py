@@ -347,7 +347,8 @@ class Worker:
         self._settle(asked, lambda: self._record.settle(asked.id, FAILED, body, "json"))
 
     def _sample(self, lane: Lane) -> None:
-        """Take a turn of sampling on one engine. If it fails, or its weights, the requests for it fail."""
+        """Take a turn of sampling on one engine. If the engine fails, or its weights cannot be loaded, the requests for
+        it fail."""
         began = self._clock()
         try:
             sampling = self._sampling(lane)

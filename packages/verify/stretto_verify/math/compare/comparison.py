@@ -130,7 +130,8 @@ def _same_values(gold: Mapping[str, Node], answer: Mapping[str, Node]) -> Opinio
 
 
 def _same_form(gold: Node, answer: Node) -> Opinion:
-    """Whether two nodes are the same, by the rules for their types; None if unknown. `same` has prepared equations."""
+    """Whether two nodes are the same, by the rules for their types; None if unknown. Called by `same`, which deals with
+    lists of named values (``x = 1, y = 2``) first."""
     match gold, answer:
         case Letter(), Letter():
             return gold.letter == answer.letter
@@ -278,8 +279,8 @@ def _once(items: Sequence[Node], *, are_sets: bool) -> tuple[Node, ...]:
 
 def _differ_in_ends(one: Listing, other: Listing) -> bool:
     """Whether the brackets of two lists contradict each other; the `other` list may have no order. For two items
-    brackets must be equal, since they may be an interval; only a pair ``(a, b)`` may lack its brackets. Among more,
-    only round brackets differ from others."""
+    brackets must be equal, since they may be an interval; only a pair ``(a, b)`` may lack its brackets. Of more items,
+    any brackets of `other` fit unless just one of them is round, as in ``(1, 2, 3]``."""
     ends = (one.opening, one.closing), (other.opening, other.closing)
     if len(one.items) > 2 and other.ordered:
         return ("(" in ends[1][0]) != (")" in ends[1][1])
@@ -288,7 +289,7 @@ def _differ_in_ends(one: Listing, other: Listing) -> bool:
 
 def _same_part(gold: Node, answer: Node) -> Opinion:
     """Whether two items of lists are the same; None if unknown. If `answer` is a choice with its content, only its
-    letter counts. The set of a member is not the member."""
+    letter counts. False if `answer` is a set in braces, as ``{5}``, and `gold` a single value, as 5."""
     if isinstance(answer, Listing) and answer.opening == "{" and not isinstance(gold, Listing | Union | Matrix | Words):
         return False
     return same(gold, Words(answer.letter) if isinstance(answer, Letter) else answer)

@@ -67,8 +67,8 @@ def corrected(text: str) -> str | None:
 
 
 def withdrawn(answer: str, after: str) -> bool:
-    """Whether the text `after` an answer says that it is not the answer. "It" and "this" do not mean the answer where
-    another number stands before them, nor "it" where another answer does ("the other root", "option A").
+    """Whether the text `after` an answer says that it is not the answer. "It" and "this" are not taken for the answer
+    if another number stands before them, nor "it" if words for another answer do ("the other root", "option A").
 
     >>> withdrawn("42", ". But this misses a case."), withdrawn("3", "; 3 is extraneous"), withdrawn("2", "; 3 fails")
     (True, True, False)

@@ -67,8 +67,8 @@ def _in_full(found: re.Match[str]) -> str:
 
 
 def unquoted(text: str) -> str:
-    r"""The text with approximations written as ≈, "or" before what is said once more ("i.e."), ``cm$^2$`` as ``cm^2``,
-    and the answer of a JSON object marked.
+    r"""The text with approximations written as ≈, with "or" in place of words before a restatement ("i.e."), with
+    ``cm^2`` for ``cm$^2$``, and with "Answer:" before the answer of a JSON object.
 
     >>> unquoted("It is 1/6 (about 0.167)."), unquoted('{"answer": "5"}')
     ('It is 1/6 ≈ 0.167.', '{\nAnswer: 5\n}')
