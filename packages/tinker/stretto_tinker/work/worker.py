@@ -347,8 +347,7 @@ class Worker:
         self._settle(asked, lambda: self._record.settle(asked.id, FAILED, body, "json"))
 
     def _sample(self, lane: Lane) -> None:
-        """Take a turn of sampling on one engine. If the engine fails, or its weights cannot be loaded, the requests for
-        it fail."""
+        """Take a turn of sampling on one engine. If it fails or its weights cannot be loaded, its requests fail."""
         began = self._clock()
         try:
             sampling = self._sampling(lane)
