@@ -212,8 +212,9 @@ def _same_as_named(gold: Node, answer: Relation) -> Opinion:
 
 
 def _same_words(gold: Node, answer: Node) -> Opinion:
-    """Whether two texts have the same letters; "true" is "yes", and the order of a list in words does not count. None
-    if a text has no letters, False for a formula of more than letters, digits and spaces."""
+    """Whether two texts have the same letters; "true" is "yes", and the order of a list in words, or of a product such
+    as ``zyx``, does not count. None if a text has no letters, False if one is a formula with other signs than letters,
+    digits and spaces."""
     if any(isinstance(node, Scalar) and not _LETTERS.fullmatch(node.latex) for node in (gold, answer)):
         return False
     first, second = letters(gold), letters(answer)

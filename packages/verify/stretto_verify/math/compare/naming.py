@@ -108,8 +108,9 @@ def _is_identity(side: Node, last: Node, same: Same) -> bool:
 def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:
     """Whether a side of an equation is the computation of `value`, as in ``2 + 3 = 5``; False for ``2 + 2 = 5``.
 
-    False for a side with a variable. True if `same`, which compares two sides, cannot decide, if the units differ, and
-    for every congruence (`sign` is ``\\equiv``). Of a list without order one member is enough.
+    False for a side, or a scalar `value`, with a variable. True if `same`, which compares two sides, cannot decide, if
+    `value` has a unit other than the side's, and for every congruence (`sign` is ``\\equiv``). Of a list without order
+    one member is enough.
     """
     if not _is_constant(side):
         return False
@@ -166,8 +167,9 @@ def _is_title(text: str) -> bool:
 
 
 def _is_quantity(found: sympy.Basic) -> bool:
-    """Whether the expression is a name, or a product or quotient of names: ``AB``, ``xyz``, ``AB/BC``, but not
-    ``1/x``."""
+    """Whether a question may ask for the expression: a name, a product or quotient of names (``AB/BC``, but not
+    ``1/x``), ``f(2)``, a derivative, integral, limit, series, maximum or length, a trigonometric function of a name
+    that is no usual unknown, a sum of such names."""
     if isinstance(found, _OPERATORS):
         return True
     if isinstance(found, sympy.Abs):  # a length; |x| = 5 is still to be solved
@@ -228,8 +230,8 @@ def value_of_point(gold: Relation, given: Mapping[str, Node]) -> Listing | None:
 
 
 def as_named(given: Node) -> dict[str, Node] | None:
-    """Values by name, from ``y = 2, x = 1`` or ``(y, x) = (2, 1)``; None for any other node, also if two names are
-    equal."""
+    """Values by name, from ``y = 2, x = 1`` or ``(y, x) = (2, 1)``; None for any other node, also for a single name
+    (``x = 1``), or if two names are equal."""
     relations = given.items if isinstance(given, Listing) else (given,)
     found: list[tuple[Node, Node]] = []
     for relation in relations:

@@ -20,7 +20,8 @@ _FLIPPED = {">": "<", r"\ge": r"\le"}
 
 
 def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
-    """Whether two relations are the same; None if unknown. `same` compares their sides."""
+    """Whether two relations are the same; None if unknown. False if `gold` is solved (``x = 3``) and `answer` is not
+    (``2x + 1 = 7``). `same` compares their sides."""
     if _is_solved(gold) and not _is_solved(answer):
         return False  # 2x + 1 = 7, which may be the question, is not x = 3
     if is_naming(gold) and is_naming(answer):
@@ -81,7 +82,7 @@ def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
 
 def _same_definition(gold: Relation, answer: Relation) -> Opinion:
     """Whether both define the same function, as ``f(n) = n + 1`` and ``f(x) = x + 1`` do; None if they are not both
-    definitions of one function."""
+    definitions of one function, or if unknown."""
     sides = [side for relation in (gold, answer) for side in (relation.sides[0], relation.sides[-1])]
     try:
         call, value, other_call, other_value = [

@@ -49,8 +49,9 @@ class Box(NamedTuple):
 
 
 def boxed(text: str) -> str | None:
-    r"""Content of the last box that is neither empty nor denied, joined by commas with the other boxes of its list. ""
-    if all are denied, None if there is no box with content.
+    r"""Content of the last box that is neither empty nor denied: joined by commas with the other boxes of its list, or
+    if it is alone, with what belongs to it beside the box (`with_glued`). "" if all are denied or the text after the
+    last one withdraws it, None if there is no box with content.
 
     >>> boxed(r"first \boxed{3}, and then \boxed{4} and \boxed{5}."), boxed(r"not \boxed{3}")
     ('3, 4, 5', '')

@@ -54,7 +54,8 @@ _ENDS_IN_WORDS = re.compile(rf"\b(?:{NUMBER_WORD}|(?-i:[A-J])\)?)$", re.IGNORECA
 
 
 def corrected(text: str) -> str | None:
-    """The number or formula that a text puts, at its end, in the place of its answer; None if it corrects nothing.
+    """The number, formula or letter of a choice that a text puts, at its end, in the place of its answer; None if it
+    corrects nothing.
 
     >>> corrected("The answer is 42. No, 43."), corrected("It is 42. Wait, I forgot to add 1, so it's 43.")
     ('43', '43')

@@ -295,8 +295,9 @@ def _are_symbols(letters: str) -> bool:
 
 
 def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, FinalAnswer] | None:
-    """The last answer behind a `mark` ("Answer:") that is not denied, and the index at which its mark begins; None
-    without any. Its text is "" if "not" follows the mark, without a "but". `is_all` as in `final_answer`."""
+    """The answer behind the last `mark` ("Answer:") that is not denied, and the index at which the mark begins; None
+    without any. Its text is "" if "not" follows the mark without a "but", or the text withdraws the answer. `is_all` as
+    in `final_answer`."""
     for found in reversed(list(mark.finditer(text))):
         rest = re.sub(r'^(?:[\s*_"“:：#]|\\")+', "", text[found.end() :])
         lead = text[max(0, found.start() - 40) : found.end()]
@@ -320,8 +321,8 @@ def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, Fin
 def _piece_of(rest: str) -> FinalAnswer:
     """The answer in the text after a mark such as "The answer is": the first that applies of a box, a stance and the
     letter of a choice in the first sentence; a lettered choice at its beginning (an empty answer if the next line is
-    another one); the formulas at its beginning, if it says nothing more; the sentence, if it is one short formula, a
-    spoken number, or has no digit; its last formula or number."""
+    another one); the formulas at its beginning (the sentence if it says more, an empty answer if it denies them); the
+    sentence, if it is one short formula, a spoken number, or has no digit; its last formula or number."""
     if (inner := boxed(_sentence(rest))) is not None:
         return FinalAnswer(inner, certain=True)
     if (said := stance(sentence := _sentence(rest))) is not None:
@@ -374,11 +375,9 @@ def _told(rest: str) -> str:
 
 
 def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
-    """Last formula or number that is not denied; an empty answer if all are denied. Without any, the letter of a
-    choice, or None.
-
-    `is_all`: return the whole text if it has other candidates besides.
-    """
+    """Last formula or number that is not denied, with those joined to it or its unit; an empty answer if all are
+    denied. Without any, the letter of a choice, or None. `is_all`: if the text has other candidates besides, return all
+    of it, or the answer behind words that announce one ("the sum of 2 and 3 is 5")."""
     spans: list[Span] = [(found.start(), found.end(), _content(found)) for found in _FORMULA.finditer(text)]
     for form in (_RELATION, _EQUATION, _TUPLE, _SET, _DAY):
         spans += _found(form, text, spans)

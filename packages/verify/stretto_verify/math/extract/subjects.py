@@ -44,8 +44,8 @@ def subject(gold: str) -> str:
 
 
 def is_of_another(name: str, completion: str, given: str) -> bool:
-    """Whether the last sentence with the final answer `given`, or the final answer itself, names another subject than
-    `name`."""
+    """Whether the last sentence with the final answer `given`, unless it has a box, or the final answer itself names
+    another subject than `name`."""
     if _name(given, _STATED) not in ("", name):
         return True
     for sentence in reversed(_SENTENCES.split(completion)):

@@ -124,7 +124,7 @@ _DATE = re.compile(r"[0-9]{4}[-/][0-9]{1,2}[-/][0-9]{1,2}|[0-9]{1,2}[-/][0-9]{1,
 
 
 def terms(text: str) -> Iterator[tuple[int, int, str]]:
-    """Yield each term that is more than a plain number: start, end, text.
+    """Yield each term that is more than a plain number, and no date: start, end, text.
 
     >>> [term for _, _, term in terms("It is 25π or 5 × 10^3 m, not 2/3, and 4 of them.")]
     ['25π', '5 × 10^3']

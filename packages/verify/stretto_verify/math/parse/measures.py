@@ -264,8 +264,8 @@ def _factors(unit: str) -> Counter[str]:
 
 @lru_cache(maxsize=1 << 12)
 def conversion(unit: str, other: str) -> Fraction | None:
-    """Factor that converts values in `unit` to values in `other`; None if they measure different quantities, or one is
-    the base of a numeral or has two readings.
+    """Factor that converts values in `unit` to values in `other`, 1 for equal names; else None if they measure
+    different quantities, or one is the base of a numeral or has two readings.
 
     >>> str(conversion("m^2", "cm^2")), str(conversion("km/h", "m/s")), conversion("m", "s")
     ('10000', '5/18', None)

@@ -120,7 +120,7 @@ def united(text: str) -> str:
 
 def amount(text: str) -> tuple[str, str] | None:
     """Convert ``2 hours 30 minutes`` to the smaller of its units: value and unit. None if the text is no amount in two
-    units.
+    units, of which the first is the larger.
 
     >>> amount("2 hours 30 minutes"), amount("30 minutes 2 hours")
     (('150', 'min and more'), None)
@@ -137,7 +137,7 @@ def amount(text: str) -> tuple[str, str] | None:
 
 def without_unit(text: str) -> tuple[str, str]:
     r"""Split a text into the part without its unit, and the unit: its canonical name with its power, "" if it has none
-    or is unknown. ``101_2`` has the unit "base 2".
+    or is unknown. ``101_2`` has the unit "base 2", and one with two readings (``5'``) begins with "?".
 
     >>> without_unit(r"15\text{ cm}^{2}"), without_unit("90^\\circ"), without_unit("5 apples"), without_unit("3x")
     (('15', 'cm^2'), ('90', 'degree'), ('5', ''), ('3x', ''))
@@ -160,8 +160,8 @@ def without_unit(text: str) -> tuple[str, str]:
 
 
 def _are_unit(words: str, apart: bool) -> bool:
-    """Whether the words after a number are a unit; in ``3x`` and ``2ab`` the letters are variables. `apart`: there is a
-    space between them and the number."""
+    """Whether the words after a number are a unit, or (`apart`) other words such as "apples"; in ``3x`` and ``2ab`` the
+    letters are variables. `apart`: there is a space between them and the number."""
     if _DENIED.search(words):
         return False
     raw = re.split(r"[ /.]+", words)
