@@ -10,8 +10,8 @@ _SHOWN = 60  # characters of an answer
 
 
 def why_wrong(completion: str, gold: str, prompt: str = "") -> str:
-    r"""The reason, in one sentence, for the verdict "wrong" on a completion: the two answers, or that it has none, is too
-    long, or takes too long to read.
+    r"""The reason, in one sentence, for the verdict "wrong" on a completion: the two answers, or that it has none, is
+    too long, or takes too long to read.
 
     >>> why_wrong(r"So \boxed{43}.", "41 + 1 = 42 #### 42")
     "the final answer is '43', the gold answer '42'"
