@@ -95,7 +95,8 @@ class ProgramJudge:
     """
 
     def __init__(self, config: SandboxConfig = DEFAULTS) -> None:
-        """Find a level of isolation that holds here (seconds, once per process and config) and start the sandbox.
+        """Find a level of isolation that holds here (seconds, once per process and config) and make the sandbox, which
+        starts with the first program.
 
         Raises:
             SandboxRefused: no sandbox that is safe enough can be made here.

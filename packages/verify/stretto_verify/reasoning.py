@@ -60,8 +60,8 @@ def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
     is scored; without one, all text after the thoughts. 0 for a completion of thoughts alone.
 
     Raises:
-        Undecided: the question cannot be generated again, its scorer raises, or nonsense scores more than 0.5 in the
-            task (its floor).
+        Undecided: the question cannot be generated again, its scorer raises or gives no finite score, or nonsense
+            scores more than 0.5 in the task (its floor).
     """
     asked = Gold.of(answer)
     entry, floor = _entry(asked), floor_of(asked.task, asked.parameters)

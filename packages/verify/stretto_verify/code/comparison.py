@@ -32,7 +32,8 @@ _LONGEST_NUMBER = 400
 
 def same_text(expected: str, printed: str, *, alike: bool = False) -> bool:
     """Whether the standard output `printed` equals the `expected` one, word by word, numbers by value within the
-    module's tolerance. `alike`: a decimal of the same value matches an expected integer (3.0 for 3).
+    module's tolerance. Expected indentation counts, and in lines with words gaps of several spaces. `alike`: a decimal
+    of the same value matches an expected integer (3.0 for 3).
 
     >>> same_text("1 2.50\\n", "1  2.5 \\n\\n"), same_text("12", "1 2"), same_text("100000000", "100000001")
     (True, False, False)

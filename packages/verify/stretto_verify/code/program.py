@@ -76,8 +76,8 @@ def _statements(text: str) -> list[ast.stmt] | None:
 
 
 def helpers(preamble: str, entry_point: str) -> str:
-    """Code of a preamble without the function `entry_point`, whose body may be missing: imports and other functions.
-    Empty if the preamble is no valid Python.
+    """Code of a preamble without the function `entry_point`, whose body may be missing: imports (but not from
+    ``__future__``) and other functions. Empty if the preamble is no valid Python.
 
     >>> helpers("import math\\n\\ndef half(n): return n / 2\\n\\ndef f(n):", "f")
     'import math\\ndef half(n):\\n    return n / 2'

@@ -63,8 +63,8 @@ def calls_of_check(source: str, entry_point: str) -> Iterator[CallTest]:
     without a call (``assert True``) are skipped.
 
     Raises:
-        BadTests: `source` is no Python, has no function `check`, or a statement of it is not of the form
-            ``assert candidate(...) == ...``.
+        BadTests: `source` is no Python, has no function `check`, or a statement of it does not assert that a call
+            equals a literal (``candidate(...) == ...``) or is close to one (``abs(candidate(...) - x) < y``).
     """
     checks = [node for node in _parsed(source).body if isinstance(node, ast.FunctionDef) and node.name == "check"]
     if not checks:
@@ -84,7 +84,8 @@ def call_of_assert(line: str) -> CallTest:
     """Parse one assert of MBPP into a test.
 
     Raises:
-        BadTests: it is no Python, or not of the form ``assert f(...) == ...``.
+        BadTests: it is no Python, or does not assert that a call equals a literal (``assert f(...) == ...``) or is
+            close to one (``assert abs(f(...) - x) < y``).
     """
     match _parsed(line).body:
         case [ast.Assert() as statement]:

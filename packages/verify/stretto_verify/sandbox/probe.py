@@ -140,8 +140,8 @@ def _seen(ended: ProgramEnd) -> str:
 
 
 def try_rung(walls: Walls, config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> Rung:
-    """Set up these walls and run the attacks that their level must stop, until one gets through. Never raises
-    `SandboxFailed`; it becomes the rung's problem."""
+    """Set up these walls, check that an honest program works, and run the attacks that their level must stop, until one
+    gets through. Never raises `SandboxFailed`; it becomes the rung's problem."""
     findings: list[Finding] = []
     problem = ""
     try:
@@ -165,7 +165,7 @@ def probe(config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> tuple[W
     seconds.
 
     Raises:
-        SandboxRefused: only walls weaker than the configuration allows hold.
+        SandboxRefused: only walls weaker than the configuration allows hold, or for root only level E.
     """
     rungs: list[Rung] = []
     for walls in ladder(config.warm):
