@@ -249,9 +249,9 @@ class AgentSession:
         return replied + len({call.asked for call in calls if call.reply is None})
 
     def _pending_turn(self, request: ChatRequest, attempt: Attempt) -> _PendingTurn:
-        """Find the turn of a request, or start a new one. A request that is marked as a first attempt gets a new turn,
-        even if it equals an earlier request. Raises RefusedRequest if its idempotency key belongs to a different
-        request, or the session has too many turns."""
+        """Find the turn of a request, or start a new one. A request without idempotency key that is marked as a first
+        attempt gets a new turn, even if it equals an earlier request. Raises RefusedRequest if its key belongs to a
+        different request, or the session has too many turns."""
         digest = digest_of(request)
         name = attempt.key or digest
         known, keyed = self._pending.get(name), self._keyed.get(attempt.key)

@@ -23,7 +23,8 @@ from stretto_report.audit.token_laws import (
 
 
 def the_file_is_whole(history: History) -> Iterator[str]:
-    """Law, yielding a sentence for each breach: SQLite's integrity check passes."""
+    """Law, yielding a sentence for each breach: SQLite's integrity check passes, and no row, piece, call or event is
+    missing to which other rows point (`presence.broken_rows`)."""
     yield from history.damage
 
 
@@ -46,8 +47,8 @@ def the_recipe_is_the_one_on_record(history: History) -> Iterator[str]:
 
 
 def everything_issued_has_one_state(history: History) -> Iterator[str]:
-    """Law, yielding a sentence for each breach: Each trajectory has exactly one row, one of the six states, and a
-    reason if it ended untrained."""
+    """Law, yielding a sentence for each breach: Each trajectory has exactly one row, one of the six states, a reason if
+    it ended untrained, and a training step if and only if it was trained."""
     for group in history.groups:
         if (found := [one.member for one in group.trajectories]) != list(range(group.members)):
             yield f"group {group.id} has {group.members} members, on record are {found}"

@@ -233,8 +233,9 @@ class Service:
                 self._seen.setdefault(session, time.monotonic())
 
     def look_after(self, silent_seconds: float) -> None:
-        """Remove the models of sessions that were silent for `silent_seconds` from memory, end sessions that were
-        silent for a day, and delete checkpoints that are expired or cannot be used any more, and old results."""
+        """Remove the models of sessions that were silent for `silent_seconds` from memory and fail their requests for
+        samples, end sessions that were silent for a day, and delete checkpoints that are expired or cannot be used any
+        more, and old results."""
         current = time.monotonic()
         for id in [id for id, seen in self._seen.items() if current - seen > silent_seconds]:
             self._apart(partial(self._fall_silent, id, silent_seconds))
