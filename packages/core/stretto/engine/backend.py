@@ -57,8 +57,8 @@ class Stream:
         self._wake.set()
 
     async def next(self) -> bytes:
-        """Wait for frames and return all since the last call; may be empty if the stream is broken. It has no timeout:
-        the client sets one."""
+        """Wait for frames and return all since the last call; may be empty if the stream is broken. Call it only while
+        `missing` or `ready`: it has no timeout."""
         await self._wake.wait()
         self._wake.clear()
         chunk, self._ready = bytes(self._ready), bytearray()
@@ -82,7 +82,7 @@ class Backend(Protocol):
         """
 
     def close(self, request: str) -> None:
-        """End the request with this id and abort its unfinished completions. May be called twice."""
+        """End the request with this id and abort its unfinished completions. An unknown id is ignored."""
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """New tokens of unfinished completions, by request id and member; completions without any are left out.
@@ -91,8 +91,9 @@ class Backend(Protocol):
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
         """Load a published version, unless it is loaded and proven; returns the version that samples the next token,
-        and the scores that answer the challenge. With a challenge (None: without a check), no token is sampled before
-        the engine has answered it, nor after an answer outside the tolerance, until a version is loaded.
+        and the scores that answer the challenge. `challenge`: a text with the trainer's log-probabilities, which prove
+        the weights; None: no check. With it, no token is sampled before the engine has answered it, nor after an answer
+        outside the tolerance, until a version is loaded.
 
         Raises:
             WireError: the version is not published, not of this model, or older than the version in use; the engine
@@ -113,4 +114,4 @@ class Backend(Protocol):
         """Version, queue length and counters."""
 
     def drain_spans(self) -> list[Span]:
-        """Busy spans since the last call; each is returned once."""
+        """Times at which the engine was busy, since the last call; each span is returned once."""

@@ -34,7 +34,7 @@ _DATA_WORDS = ("--data-parallel-size", "--dp-size", "--dp", "-dp")
 
 
 class EngineConfig(BaseModel, extra="forbid", frozen=True):
-    """Settings of the engines."""
+    """The `[engine]` section: settings of the inference engines that sample completions."""
 
     kind: Annotated[str, MAKES] = Field(
         "native",
@@ -107,22 +107,23 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def tensor_parallel(self) -> int:
-        """Number of GPUs that divide each layer of the model, in the server of one engine."""
+        """Number of GPUs that divide each layer of the model: the tensor parallel size in `arguments`, 1 if not
+        given."""
         return self._size(_TENSOR_WORDS)
 
     @property
     def copies(self) -> int:
-        """Number of copies of the model in the server of one engine: its data parallel size. SGLang's data parallel
-        attention makes no copies: it divides the tensor parallel GPUs."""
+        """Number of copies of the model in the server of one engine: the data parallel size in its `arguments`, 1 if
+        not given. SGLang's data parallel attention makes no copies: it divides the tensor parallel GPUs."""
         return 1 if "--enable-dp-attention" in self._words() else self._size(_DATA_WORDS)
 
     def _size(self, names: tuple[str, ...]) -> int:
-        """The number behind the last of `names` in `arguments`; 1 if there is none."""
+        """The value of the last option in `arguments` that has one of these names; 1 if there is none."""
         sizes = [word for name, word in pairwise(self._words()) if name in names and word.isdecimal()]
         return max(1, int(sizes[-1])) if sizes else 1
 
     def _words(self) -> list[str]:
-        """The words of `arguments`, each name with dashes, as vLLM takes it, and apart from its value."""
+        """`arguments` as single words: "--name=value" gives two, and "_" becomes "-", as vLLM reads names."""
         parted = (word.partition("=") for word in self.arguments)
         return [part.replace("_", "-") for name, _, value in parted for part in (name, value) if part]
 

@@ -28,8 +28,8 @@ from stretto_kernels.gpu.attention import FILE
 
 
 def main(arguments: list[str]) -> int:
-    """Run the engine process until the conductor ends it; returns its exit code (`channel.run_role`). `arguments`: one
-    `EngineSpec` as JSON. The message of an error becomes the last line of the process's log."""
+    """Run the engine until the conductor (the run's main process) ends it; returns the exit code (`channel.run_role`).
+    `arguments`: one `EngineSpec` as JSON. An error's message becomes the last line of the process's log."""
     spec = msgspec.json.decode(arguments[0], type=EngineSpec)
     begin_role()
     torch.set_num_threads(spec.threads)
@@ -45,7 +45,8 @@ def _serve(spec: EngineSpec) -> None:
 
 
 def _loaded(spec: EngineSpec) -> tuple[NativeEngine, SharedMemorySubscriber]:
-    """The engine with the newest version that is published, after a wait for the first if the spec says so."""
+    """Load the model, and the newest published version if there is one; wait for the first if the spec says so. Returns
+    the engine, and the reader of published versions."""
     config = EngineConfig.model_validate_json(spec.config)
     model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
     record = Path(spec.kernels) if spec.kernels else None

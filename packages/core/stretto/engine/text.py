@@ -170,8 +170,8 @@ class Watch:
 
 
 class StopTexts:
-    """Creates the watches of an engine's completions. `detokenizer` loads the detokenizer, for the first request with
-    stop texts; None: such requests are refused."""
+    """Creates a `Watch` for each completion of an engine that has stop texts. `detokenizer` loads the detokenizer,
+    once, for the first request with stop texts; None: such requests are refused."""
 
     def __init__(self, detokenizer: Callable[[], Detokenizer] | None) -> None:
         self._make = detokenizer

@@ -115,8 +115,9 @@ class HttpEngine:
     def _check_all(
         self, arrived: Sequence[Completion], asked: Mapping[str, GenerateRequest], had: set[tuple[str, int]]
     ) -> None:
-        """Called with the completions that have arrived together, the requests by id, and a set that is kept until
-        their end. It does nothing here: an engine of this machine is trusted."""
+        """Check what an untrusted engine sent; does nothing here: an engine on this machine is trusted. `arrived`:
+        completions that came together; `asked`: requests by id; `had`: a set for a subclass to keep, one per
+        `generate`."""
 
     async def _part(self, connection: Connection, awaited: str) -> bytes:
         """The next bytes of a reply, empty at its end. A completion may take any time as long as the engine computes
@@ -130,7 +131,8 @@ class HttpEngine:
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
         """Make the engine load a published version; returns the version that samples the next token, and the scores
-        with which the engine answers the challenge. `ask` returns the challenge for a version; None: no challenge.
+        with which the engine answers the challenge, if any. `ask` returns the challenge (a text that the engine must
+        score) for a version; None: no challenge.
 
         A load may take longer than `load_seconds` as long as it makes progress; the order is sent once.
 
@@ -145,12 +147,12 @@ class HttpEngine:
             return decoded(await self._reply("/update_weights", order), Loaded)
 
     async def moved(self) -> object:
-        """Number of bytes of published versions that the engine has read; None if it does not reply in time."""
+        """Bytes of published versions that the engine has read; None if it replies late or with an error."""
         health = await self._look()
         return None if health is None else health.checked
 
     async def _computed(self) -> object:
-        """Counters that grow while the engine computes or loads; None if it does not reply in time."""
+        """Counters that grow while the engine computes or loads; None if it replies late or with an error."""
         health = await self._look()
         return None if health is None else (health.generated, health.prefilled, health.recomputed, health.checked)
 
@@ -185,12 +187,12 @@ class HttpEngine:
         return decoded(body, list[tuple[float, ...]])
 
     async def health(self) -> EngineHealth:
-        """Version, queue length and counters."""
+        """The engine's version, queue length and counters."""
         body = await self._exchange("/health", None, "its health", self._health_seconds, _LARGEST_NEWS)
         return decoded(body, EngineHealth)
 
     async def spans(self) -> list[Span]:
-        """The engine's busy spans since the last call, which are delivered once; of too many, the newest."""
+        """Times at which the engine was busy, since the last call, each returned once; of too many, the newest."""
         body = await self._exchange("/spans", None, "its spans", self._health_seconds, _LARGEST_NEWS)
         return decoded(body, list[Span])[-MOST_SPANS:]
 
@@ -239,8 +241,8 @@ class HttpEngine:
 
 
 def _encoded(message: object) -> bytes:
-    """Encode a message as MessagePack. Raises RefusedRequest, as an engine of this process does, if a number of it has
-    more than 64 bits, or a text has half a letter."""
+    """Encode a message as MessagePack. Raises RefusedRequest, as an engine of this process does, if it has an integer
+    of more than 64 bits, or a text that UTF-8 cannot encode (half of a surrogate pair)."""
     try:
         return msgspec.msgpack.encode(message)
     except (OverflowError, UnicodeEncodeError) as error:

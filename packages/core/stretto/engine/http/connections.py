@@ -31,8 +31,8 @@ _UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EN
 
 
 class Connection(asyncio.Protocol):
-    """One connection with one exchange at a time. The event loop opens it, and calls its methods as a protocol.
-    `engine`: name for errors; `key`: bearer token, "" for none; `host`: for the Host header.
+    """One HTTP connection to an engine, with one exchange at a time. An asyncio protocol: the event loop calls its
+    methods. `engine`: name for errors; `key`: bearer token, "" for none; `host`: for the Host header.
 
     Example::
 
@@ -92,7 +92,7 @@ class Connection(asyncio.Protocol):
         return b"".join(parts)
 
     def close(self) -> None:
-        """Close the connection once the request is sent."""
+        """Close the connection once all unsent data is sent."""
         if self._transport is not None:
             self._transport.close()
 
@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
         self._wake.set()
 
     def on_headers_complete(self) -> None:
-        """Callback of httptools' parser, as are `on_body` and `on_message_complete`."""
+        """Store the response's status; called by httptools' parser, like `on_body` and `on_message_complete`."""
         self.status = self._parser.get_status_code()
 
     def on_body(self, body: bytes) -> None:

@@ -67,7 +67,7 @@ _DOCUMENTED = "see stretto.engine.wire"
 
 
 class _Streaming:
-    """A raw ASGI endpoint; a class, because starlette treats functions differently."""
+    """Passes a route's raw ASGI call to `app`; a class, since starlette gives a function a parsed request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -134,7 +134,8 @@ class EngineApp:
         await self._router(scope, receive, send)
 
     async def stream_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream each completion of the requests as it ends. If the client disconnects, the rest is aborted."""
+        """Stream each completion of the requests as it ends, or reply with a refusal if one is invalid. If the client
+        disconnects, the rest is aborted."""
         try:
             body = await read_body(scope, receive, self._largest)
             if body is None:
@@ -163,12 +164,12 @@ class EngineApp:
                 self._backend.close(request.id)
 
     async def update_weights(self, body: bytes) -> Loaded:
-        """Load a published version, and answer its challenge."""
+        """Load a published version, and answer the challenge in the request, if any."""
         order = _UPDATE.decode(body)
         return await self._backend.update(order.version, order.challenge)
 
     async def abort(self, body: bytes) -> EngineHealth:
-        """Abort a request, if it is open."""
+        """Abort a request, if it is open; replies with the engine's health."""
         self._backend.close(_ABORT.decode(body).request)
         return await self._backend.health()
 
@@ -177,7 +178,7 @@ class EngineApp:
         return self._backend.partials(_PARTIALS.decode(body).known)
 
     async def score(self, body: bytes) -> list[tuple[float, ...]]:
-        """Log-probabilities of the texts' tokens."""
+        """Log-probabilities of all tokens but the first of each text in a `ScoreRequest`."""
         return await self._backend.score(_SCORE.decode(body).texts)
 
     async def health(self, _: bytes) -> EngineHealth:

@@ -133,8 +133,8 @@ class Completions:
         return self._history[row, places], self._logprobs[row, places]
 
     def constrained(self, order_R: Ints, found: Filtered | None) -> Filtered | None:
-        """Add to `found`, the filtered rows among `order_R`, the tokens that their grammars allow next; `look` of their
-        matchers comes first. Rows without a grammar allow all tokens. Returns `found` (None: no filtered rows) if no
+        """Add to `found`, the filtered rows among `order_R`, the tokens that their grammars allow next; call `look` of
+        their matchers before. Rows without a grammar allow all tokens. Returns `found` (None: no filtered rows) if no
         row of `order_R` has a grammar."""
         allowed = {at: self.matchers[row].allowed for at, row in enumerate(order_R.tolist()) if row in self.matchers}
         if found is None or not allowed:
@@ -194,7 +194,7 @@ class Completions:
         return Progress(member.request.id, member.index, segment, likeliest)
 
     def new_tokens(self, members: Mapping[int, Member], wanted: Container[str]) -> Iterator[NewToken]:
-        """The tokens of the last step, of unfinished completions of `wanted` requests. `members`: unfinished
+        """The tokens of the last step, of unfinished completions of the `wanted` requests (ids). `members`: unfinished
         completions by row. Nothing before the first step."""
         if self._last is None:
             return
@@ -219,7 +219,7 @@ class Completions:
         self._likeliest.pop(row, None)
 
     def _segment(self, row: int, known: int) -> Segment:
-        """Seal the tokens of a row's completion after its first `known` tokens."""
+        """The tokens of a row's completion after its first `known` tokens, as a segment with a checksum."""
         new = slice(int(self.prompts[row]) + known, int(self.lengths[row]))
         columns = self._history[row, new].astype(np.int32).tobytes() + self._logprobs[row, new].tobytes()
         versions, length = self._versions[row, new], new.stop - new.start

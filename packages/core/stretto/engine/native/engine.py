@@ -317,7 +317,7 @@ class NativeEngine:
 
     def sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
         """Recompute, without the KV cache, the log-probabilities of about `wanted` tokens that the version in use has
-        sampled for running completions over a context of its own. Returns (as sampled, recomputed) pairs, or none."""
+        sampled for running completions over its own KV entries. Returns (as sampled, recomputed) pairs, or none."""
         start, most = time.monotonic(), self._config.max_prefill_tokens
         found = self._prover.sampled(self._completions, self._scheduler.running, self.version, wanted, most)
         self._spend("prove", start)
@@ -342,7 +342,7 @@ class NativeEngine:
         )
 
     def drain_spans(self) -> list[Span]:
-        """Spans of generating, recomputing, loading and proving since the last call; they are returned once."""
+        """Times of generating, recomputing, loading and proving since the last call; each span is returned once."""
         return self._spans.drain()
 
     def check_integrity(self) -> None:
@@ -368,7 +368,8 @@ class NativeEngine:
             self._preempted += 1
 
     def _take_contexts(self) -> tuple[list[Context], bool]:
-        """The contexts whose KV entries this step computes, and whether any of them is recomputed."""
+        """Start the pending rows that fit; returns the contexts whose KV entries this step computes, and whether any is
+        recomputed after an interruption."""
         columns, scheduler = self._completions, self._scheduler
         if not scheduler.has_capacity(columns.lengths):
             return [], False

@@ -47,7 +47,7 @@ _GRAMMAR_SECONDS = 20.0  # most grammars compile in milliseconds, the worst in o
 
 # Both listeners are called between two steps, so they must be quick.
 class FrameListener(Stream):
-    """A stream of whole completions that listens to a `Generation`."""
+    """The frames of one HTTP response, as a listener of a `Generation`; gets whole completions only."""
 
     def progressed(self, new: NewToken) -> None:
         """Ignored: frames hold whole completions."""
@@ -234,9 +234,9 @@ class Generation:
         return found
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
-        """Load a published version, unless it is loaded and proven, and answer the challenge (None: there is none)
-        before the next step; returns the version in use and the answer. After an answer outside the tolerance, or if
-        answering fails, no step runs until a version is loaded.
+        """Load a published version, unless it is loaded and proven, and answer the challenge (a text to score, which
+        proves the weights; None: none) before the next step; returns the version in use and the answer. After an answer
+        outside the tolerance, or if answering fails, no step runs until a version is loaded.
 
         Raises:
             WireError: the version is not available, damaged or not of this model, or there is no mailbox; the engine
@@ -289,7 +289,7 @@ class Generation:
         return msgspec.structs.replace(self.engine.health(), checked=checked)
 
     def drain_spans(self) -> list[Span]:
-        """Busy spans since the last call; each is returned once."""
+        """Times at which the engine was busy, since the last call; each span is returned once."""
         return self.engine.drain_spans()
 
     async def run(self) -> None:

@@ -42,9 +42,9 @@ class Parameters:
     beside the parameter, which holds the sum."""
 
     def __init__(self, model: nn.Module, spare: Callable[[], int | None] = lambda: None) -> None:
-        """Load versions into `model`. `spare` returns the bytes free on the device, None without a limit. If the base
-        weights of all layers with adapters do not fit in them, they are kept in host memory and copied back layer by
-        layer."""
+        """Load versions into `model`. `spare` returns the bytes free on the device, None without a limit. If base
+        weights to be kept for layers with adapters need more bytes than that, they are kept in host memory and copied
+        back layer by layer."""
         self._spare, self._beyond = spare, False  # beyond the device
         self._torn = False  # a load of all parameters has failed halfway
         self._parameters = dict(model.named_parameters())
@@ -56,9 +56,9 @@ class Parameters:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors of a version into the parameters, or add its adapters to the base weights. `check` must have
-        accepted the version. An error halfway leaves a mixture; then `check` refuses adapters until all parameters
-        were loaded."""
+        """Copy the tensors of a version into the parameters, or add its adapters to the base weights; a model with
+        separate matrices A and B gets only those. `check` must have accepted the version. An error halfway leaves a
+        mixture; then `check` refuses adapters until all parameters were loaded."""
         if self._beside:
             for name, parameter in self._beside.items():
                 parameter.copy_(tensors[name])
@@ -156,7 +156,7 @@ def _adapters_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _same(parameter: Tensor, expected: Tensor) -> bool:
-    """Bitwise equality; `torch.equal` is slow on column-major tensors, so these are transposed."""
+    """Whether two tensors have equal values. Column-major ones are transposed: `torch.equal` is slow on them."""
     turned = parameter.dim() == 2 and not parameter.is_contiguous()
     return torch.equal(parameter.t(), expected.t()) if turned else torch.equal(parameter, expected)
 
@@ -301,7 +301,8 @@ def _chosen(completions: Completions, rows: Sequence[int], version: int, wanted:
 
 
 def _next_logprobs(piece: Callable[[DecodePolicy], Tensor], tokens: Ints, policy: DecodePolicy) -> Tensor:
-    """Log-probabilities of the tokens that follow those of a piece. `tokens`: these, and later ones."""
+    """Log-probability of the token after each token of a piece of a text. `piece` computes the logits of the piece;
+    `tokens`: the text from the second token of the piece on."""
     logits_LV = piece(policy)
     return _logprobs(logits_LV, tokens[: len(logits_LV)])
 

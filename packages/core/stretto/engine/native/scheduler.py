@@ -89,7 +89,7 @@ class Scheduler:
         return len(self._waiting)
 
     def prompts_waiting(self) -> dict[str, int]:
-        """Tokens of the prompts that wait for a row, by request."""
+        """Number of prompt tokens of each request of which completions wait for a row, by request id."""
         return {member.request.id: len(member.request.prompt_token_ids) for member in self._waiting}
 
     @property
@@ -179,7 +179,7 @@ class Scheduler:
         return taken
 
     def finish(self, row: int) -> Member:
-        """Free the row of a running completion that has ended, or of a pending one whose prefix has; returns it."""
+        """Free the row of an ended completion (running, or pending with an ended prefix); returns the completion."""
         if row in self._running:
             self._running.remove(row)
         else:
