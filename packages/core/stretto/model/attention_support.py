@@ -61,9 +61,9 @@ class Attention:
 
 
 def check_attention(model: PreTrainedModel) -> Attention:
-    """Find the attention of a model by running it on one token. A `skeleton` must have been filled with weights. Raises
-    ModelFolderError, which lists the unsupported kinds of attention that the config shows; if it shows none, those that
-    the run has found."""
+    """Find the attention of a model by running it on one token. A model made by `skeleton` must have its weights.
+    Raises ModelFolderError, which lists the unsupported kinds of attention that the config shows; if it shows none,
+    those that the run has found."""
     config = model.config.get_text_config()
     refuse_unsupported(config)
     requested = _requested(model)

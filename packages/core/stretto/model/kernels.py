@@ -1,6 +1,6 @@
-"""The door to `stretto_kernels`: products of a model's linear layers by the fastest kernel of this machine.
+"""Choice of the fastest matmul kernel of this machine for each linear layer of a model (`stretto_kernels`).
 
-What is chosen is kept for the user in `core.machine.cache_folder`, and for a run in a file of its own.
+Choices are kept for the user in `core.machine.cache_folder`, and for a run in a file of its own.
 """
 
 from __future__ import annotations

@@ -110,7 +110,8 @@ def pack(
     shares tokens.
 
     Raises:
-        ValueError: there is no sequence, a sequence has no own token, or a prefix is longer than its source.
+        ValueError: there is no sequence, a sequence has no own token, or a prefix is longer than its source, or its
+            source shares one itself.
     """
     prefixes = prefixes or [(s, 0) for s in range(len(lengths))]
     _refuse_impossible(lengths, prefixes)

@@ -211,7 +211,7 @@ class LengthBuckets:
                 bucket.resize(slots + (spare if most_spare is None else min(spare, most_spare)))
 
     def place(self, row: int, tokens: int) -> tuple[Bucket, int]:
-        """Assign `row`, which has none or is moved, a slot for `tokens` tokens; returns (bucket, slot)."""
+        """Assign a slot for `tokens` tokens to `row`, which is new or about to be moved; returns (bucket, slot)."""
         bucket = self._bucket(tokens)
         self._placed = True
         self._places[row] = (bucket, bucket.take(row, self._most_spare(bucket)))

@@ -60,7 +60,7 @@ class Context:
 
 
 class DecodePolicy:
-    """A causal language model with a KV cache of rows.
+    """A causal language model with a KV cache of rows; a row is one completion with its prompt.
 
     Example: two completions of one prompt, then one more token each::
 
@@ -183,9 +183,9 @@ class DecodePolicy:
 
     @torch.inference_mode()
     def forward_of_piece(self, text: TextCache, token_ids: Ints, last: int | None = None) -> Tensor:
-        """Compute the logits after the last tokens of the next piece of a text, [last, V], float32. `last`: how many of
-        its tokens, at least one; None: all. `text` has the KV entries of the pieces before, and gets those of this one.
-        Rows of the policy are not touched."""
+        """Compute the logits after the last tokens of the next piece of a text, [last, V], float32. `last`: number of
+        the piece's tokens that get logits, at least one; None: all. `text` has the KV entries of the pieces before, and
+        gets those of this one. Rows of the policy are not touched."""
         count, wanted = len(token_ids), len(token_ids) if last is None else last
         filler = np.zeros(round_length(count) - count, np.int64)
         places = text.tokens + np.arange(count)

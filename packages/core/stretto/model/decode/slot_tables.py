@@ -67,8 +67,8 @@ class TableSteps:
 
     def logits(self, step: DecodeStep, forward: Forward, last: int) -> Tensor:
         """Compute the logits after each of the step's last `last` tokens, [last, V], float32, in memory of their own.
-        For a step without contexts, `last` must be its number of rows. `forward`: that of the model, always the
-        same."""
+        For a step without contexts, `last` must be its number of rows. `forward`: the model's forward, the same in
+        every call."""
         run, rows = partial(self._run, forward, step.contexts, last), step.rows
         if step.contexts is None:
             rows = captured_size(rows)

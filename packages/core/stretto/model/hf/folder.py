@@ -316,7 +316,7 @@ _ADAPTERS = ".lora_"
 
 
 def plain_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters that are not adapters, and the saved buffers, with their names in the model alone."""
+    """Yield the parameters that are not adapters, and the saved buffers, named as in the model without adapters."""
     for name, one in chain(model.named_parameters(), saved_buffers(model)):
         if _ADAPTERS not in name:
             yield name.replace(_BASE, "."), one

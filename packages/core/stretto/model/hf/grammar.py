@@ -175,5 +175,5 @@ def _on_a_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
 
 
 def _refused(why: str, allowed: str = "a grammar that can be followed (docs/how_to/gateway.md)") -> RefusedRequest:
-    """Return the error for a grammar; of `why`, which may quote the whole grammar, the first part is told."""
+    """Return the error for a refused grammar, with the first part of `why`, which may quote the whole grammar."""
     return RefusedRequest(_FIELD, why.strip().partition("\n<")[0][:_SHOWN], allowed)

@@ -284,8 +284,8 @@ def weight_files(folder: Path) -> dict[str, Path]:
 
 
 def _unlisted(folder: Path) -> list[Path]:
-    """Return the weight files of a folder without an index: the one that transformers loads, beside which may be the
-    same weights under other names; else all."""
+    """Return the safetensors files of a folder without an index: model.safetensors alone if it is there, as
+    transformers reads it; else all but an adapter."""
     if (whole := folder / "model.safetensors").exists():
         return [whole]
     return [file for file in sorted(folder.glob("*.safetensors")) if file.name != _ADAPTER]
@@ -327,7 +327,7 @@ def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHea
 
 
 def _is_file_name(name: str) -> bool:
-    """Whether a file of a folder can have this name."""
+    """Whether a file directly in a folder can have this name: no path, at most 255 bytes."""
     try:
         return Path(name).name == name and 0 < len(os.fsencode(name)) <= _LONGEST_NAME and "\0" not in name
     except UnicodeEncodeError:  # half of a surrogate pair

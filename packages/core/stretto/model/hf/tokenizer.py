@@ -37,7 +37,7 @@ _OF_THE_TEMPLATE = frozenset({"role", "type"})  # keys whose values templates on
 
 
 class TextGuard:
-    """Guards texts against being tokenized as special tokens. `specials`: texts of the special tokens.
+    """Rewrites texts so that no special token is spelled in them; `unguarded` undoes it. `specials`: the tokens' texts.
 
     Example::
 
@@ -122,12 +122,13 @@ _ALPHABET = frozenset(map(chr, _BYTES))
 
 
 def _bytes_of(token: str) -> bytes:
-    """Bytes of a token as `decoders.ByteLevel` reads it; one with another character stands for itself."""
+    """The bytes that a token of a byte-level tokenizer stands for; UTF-8 if it has a character outside that
+    alphabet."""
     return token.translate(_BYTES).encode("latin-1") if _ALPHABET.issuperset(token) else token.encode()
 
 
 class _Spelled:
-    """The bytes of all tokens, one token after the other, by whose places text is gathered. `tokens`: their bytes, by
+    """Decodes many token ids at once, from one array with the bytes of all tokens. `tokens`: bytes of each token, by
     id; ids beyond have no text."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
@@ -192,8 +193,8 @@ class Tokenizer:
 
     @cached_property
     def _unknown_ends(self) -> bool:
-        """Whether the token for the unknown also begins, ends or pads texts, as in GPT-2's family: then it is no
-        mistake where a text spells it, or where the tokenizer adds it."""
+        """Whether the unknown token also begins, ends or pads texts, as in GPT-2: then it is no mistake where a text
+        spells it, or where the tokenizer adds it."""
         whole = self._whole
         return whole.unk_token_id in (whole.bos_token_id, whole.eos_token_id, whole.pad_token_id)
 
@@ -330,8 +331,8 @@ class Tokenizer:
         return backend.to_str()
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids`, without special tokens except `kept` ones. Packed ids (a `memoryview` of int32) of
-        most models become text without a number of Python for each token."""
+        """Return the text of `ids`, without special tokens except `kept` ones. Long packed ids (a `memoryview` of
+        int32) are decoded faster by most tokenizers."""
         if isinstance(ids, memoryview):
             spelled = self._spelled if len(ids) >= _MANY else None
             return self.decode(ids.tolist()) if spelled is None else spelled.text(np.asarray(ids))

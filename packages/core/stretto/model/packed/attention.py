@@ -266,7 +266,7 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Make no mask tensor, because the `Packing` has the boundaries of sequences."""
+    """Return None in place of a mask: the `Packing` has the boundaries of the sequences."""
 
 
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)

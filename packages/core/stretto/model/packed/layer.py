@@ -24,9 +24,9 @@ _PROBED = (5, 3)  # lengths of the sequences on which a layer is compared
 
 
 def fuse_layers(model: PreTrainedModel) -> int:
-    """Give the fused forward to the decoder layers that it fits, in place; returns their number. That is 0 on devices
-    without loops or kernels, for dtypes other than float32, and for a model with attention windows, a soft cap or no
-    rotary embedding."""
+    """Give the fused forward to the decoder layers that it fits, in place; returns their number. That is 0 without
+    compiled loops (CPU) or Triton kernels (GPU), for dtypes other than float32, and for a model with attention windows,
+    a soft cap or no rotary embedding."""
     if not fusible(model) or check_attention(model).windows != {None}:
         return 0
     return fuse(model, decoder_layers(model), attend, pack(_PROBED, model.device))
