@@ -41,7 +41,7 @@ class Adapted(Protocol):
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
-    """Layers with an adapter, by plain name; empty for a model without adapters."""
+    """Layers with an adapter, by plain name (as in the model without adapters); empty for a model without adapters."""
     return {name: cast(Adapted, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
 
 
@@ -107,7 +107,7 @@ def adapt(model: PreTrainedModel, config: LoraConfig, *, seed: int = SEED, head:
 
 
 class _Unnamed(nn.Module):
-    """A model without its config. By the family in it peft takes the dense and shared layers of some mixtures of
+    """Hides a model's config from peft, which by the family in it takes the dense and shared layers of some mixtures of
     experts for the experts, and adapts these in their place."""
 
     def __init__(self, model: nn.Module) -> None:

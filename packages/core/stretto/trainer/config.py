@@ -71,7 +71,8 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
 
 class TrainerConfig(OptimizerConfig):
-    """Steps of RL training, their division, ranks, and the policies and checkpoints that are kept."""
+    """The `[trainer]` section: steps, minibatches and ranks of RL training, and the policies and checkpoints to
+    keep."""
 
     steps: PositiveInt = Field(100, description="training steps; each publishes one version")
     minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")
@@ -125,7 +126,7 @@ class TrainerConfig(OptimizerConfig):
 
     @property
     def shares(self) -> int:
-        """Number of shares into which a minibatch is divided."""
+        """Number of shares into which a minibatch is divided, one for each `together` ranks."""
         return self.ranks // self.together
 
     @property
@@ -135,7 +136,7 @@ class TrainerConfig(OptimizerConfig):
 
 
 class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """`[algorithm.advantages.critic]`; other settings as for the policy's optimizer."""
+    """`[algorithm.advantages.critic]`: settings of the value model; others are those of the policy's optimizer."""
 
     learning_rate: float = Field(1e-4, gt=0, le=1, description="peak learning rate; schedule as the policy's")
     clip: float = Field(0.2, gt=0, description="clip range of a value around its value before the step")
@@ -145,7 +146,7 @@ class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
 
 class PreferenceConfig(OptimizerConfig):
-    """Learning from pairs of completions (DPO)."""
+    """Settings of learning from pairs of completions (DPO)."""
 
     learning_rate: float = Field(1e-6, gt=0, le=1, description="peak learning rate")
     steps: PositiveInt = Field(1000, description="optimizer steps")
@@ -156,7 +157,7 @@ class PreferenceConfig(OptimizerConfig):
 
 
 class SupervisedConfig(OptimizerConfig):
-    """Supervised fine-tuning on demonstrations (the warm start)."""
+    """Settings of supervised fine-tuning on demonstrations (the warm start)."""
 
     learning_rate: float = Field(1e-3, gt=0, le=1, description="peak learning rate")
     steps: PositiveInt = Field(1000, description="optimizer steps")

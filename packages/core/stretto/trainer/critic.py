@@ -62,9 +62,9 @@ class Critic(Optimizer):
         return self._values(packed)  # type: ignore[no-any-return]
 
     def token_values(self, batch: Batch) -> dict[str, Doubles]:
-        """V of the state before each sampled token of the batch, too old or not, by path id. With ``truncated =
-        "bootstrap"``, truncated paths also have V of the state after the last token, as their last entry. All ranks
-        must call it."""
+        """V of the state before each sampled token of the batch, even if too old to be trained on, by path id. With
+        ``truncated = "bootstrap"``, truncated paths also have V of the state after the last token, as their last entry.
+        All ranks must call it."""
         capacity = self.config.micro_batch_tokens
         return score_tokens(batch, capacity, self.device, self.values, self._continues, self.ranks)
 

@@ -220,7 +220,7 @@ class Preference:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the two sequences that are computed: the prompt counts twice."""
+        """Number of tokens of both sequences, each with the prompt."""
         return 2 * len(self.prompt_ids) + len(self.chosen_ids) + len(self.rejected_ids)
 
 

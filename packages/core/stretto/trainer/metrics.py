@@ -76,11 +76,12 @@ class Meter:
         self._steps.append(step)
 
     def valued(self, values: Column, returns: Column) -> None:
-        """Set the critic's values of the batch's loss tokens before the step, and their targets, of all ranks."""
+        """Set the critic's values before the step, and their targets, of the loss tokens of all ranks, for
+        `explained_variance`."""
         self._explained = explained_variance(values, returns)
 
     def kl_in_reward(self, divergence: float) -> None:
-        """Set the mean KL of the sampled tokens, not weighted, if KL was subtracted from the rewards."""
+        """Set the mean KL of the sampled tokens, not weighted. Called only if KL is subtracted from the rewards."""
         self._kl_in_reward = divergence
 
     def fitted(self, loss: Tensor, step: OptimizerStep) -> None:
@@ -114,9 +115,9 @@ class Meter:
         return {name: value for name, value in measured.items() if math.isfinite(value)}
 
     def agreement(self, ranks: Ranks, engines: Sequence[str]) -> tuple[Agreement, ...]:
-        """Mean log-probability error of each engine, for tokens sampled by the version before the step; engines without
-        such tokens are left out. `engines`: all engines of the batch, the same on every rank. All ranks must call
-        it."""
+        """Mean difference of each engine's log-probabilities from the trainer's, for tokens sampled by the version
+        before the step; engines without such tokens are left out. `engines`: all engines of the batch, the same on
+        every rank. All ranks must call it."""
         own = {name: [0.0, 0.0] for name in engines}
         for names, sums_S in self._by_sequence:
             for name, (error, tokens) in zip(names, sums_S.tolist(), strict=True):

@@ -83,7 +83,7 @@ class Trainer:
                 its own reference to the initial policy; then None.
             critic: required if the algorithm has a critic, otherwise None.
             sink: receives the per-token results of the steps that it keeps; None: they are not kept.
-            evidence: tokens by which engines are judged.
+            evidence: sampled tokens that show which weights an engine has (`messages.Evidence`).
 
         Raises:
             ValueError: a reference or critic is missing, or is given without need.

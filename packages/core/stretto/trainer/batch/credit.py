@@ -29,7 +29,8 @@ from stretto.trainer.objective.token_estimators import advantages_of
 
 
 class ScoredPath(Record, frozen=True):
-    """A path with critic values and KL of its S own sampled tokens (tokens that belong to no earlier path)."""
+    """A path (one branch of a trajectory) with critic values and KL of its S own sampled tokens (those of no earlier
+    path)."""
 
     path: PathTokens
     trained: Whole  # the loss tokens, as indices into the S tokens, ascending
@@ -140,7 +141,7 @@ def rewards_compared(config: AlgorithmConfig, group: Group) -> Iterable[Sequence
 
 
 def _part(path: ScoredPath) -> tuple[str, int]:
-    """Path id and number of loss tokens."""
+    """Id of a path, and number of its loss tokens."""
     return path.path.id, len(path.trained)
 
 

@@ -204,7 +204,7 @@ def _micro_batch(samples: Sequence[Sample], scales: Sequence[float], device: tor
 
 
 def _mixed(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
-    """`MicroBatch.mixed` of these samples."""
+    """Which loss tokens [N] are no evidence of their engines' weights; None: all are (`MicroBatch.mixed`)."""
     if not any(len(sample.mixed) for sample in samples):
         return None
     each = [np.asarray(one.mixed) if len(one.mixed) else np.zeros(len(one.loss_positions)) for one in samples]
@@ -245,8 +245,8 @@ def score_tokens(
     continues: Callable[[PathTokens], bool] = lambda _: False,
     ranks: Ranks = ALONE,
 ) -> dict[str, Doubles]:
-    """Scores of the own sampled tokens of each path, including tokens too old to be trained on, by path id. The result
-    is the same on every rank; all ranks must call it. Empty if no token was sampled.
+    """Scores of each path's sampled tokens (without those of earlier paths), even if too old to be trained on, by path
+    id. The result is the same on every rank; all ranks must call it. Empty if no token was sampled.
 
     `capacity`: most tokens of a forward pass. `device`: where `evaluate` computes; it returns one score per wanted
     token. A path for which `continues` is true gets one score more, of the state after its last token. Raises

@@ -33,7 +33,7 @@ class PathTurn(Record, frozen=True):
 
 
 class PathTokens(Record, frozen=True):
-    """One path of a trajectory as a token sequence.
+    """One path (branch) of a trajectory as a token sequence.
 
     Example: prompt (5, 12), completion (4, 4, 2)::
 
@@ -108,7 +108,7 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str, evidenc
 
 
 def _mixed(own: Sequence[Segment], evidence: Evidence) -> Ints | tuple[()]:
-    """`PathTokens.mixed` of the own segments of a path."""
+    """1 for each token whose context may have KV entries of another version, else 0; empty: none may."""
     if evidence == "all":
         return ()
     return np.repeat(
@@ -145,7 +145,7 @@ def _versions(segment: Segment) -> Ints:
 
 
 def _newest_writer(own: Sequence[Segment]) -> str:
-    """`PathTokens.engine` of the own segments of a path."""
+    """The engine that sampled these segments' tokens of the newest version; "" if there are several, or unrecorded."""
     newest = max(segment.stamps[-1][0] for segment in own)
     names = set[str]()
     for segment in own:

@@ -39,9 +39,9 @@ def fixed_length(lengths: Sequence[int], trajectories: float, longest: int) -> l
 def coefficients(
     aggregation: Aggregation | Literal["sum"], lengths: Sequence[int], trajectories: float, longest: int
 ) -> list[float]:
-    """The factor of the token losses of each trajectory in the loss, a sum; empty without trajectories. `lengths`: loss
-    tokens of each trajectory of a minibatch, at least 1; `trajectories`: mean number per minibatch; `longest`:
-    ``sampling.max_tokens``. "sum" gives factors of 1."""
+    """The weight of each loss token in the summed loss, one number per trajectory; empty without trajectories.
+    `lengths`: loss tokens of each trajectory of a minibatch, at least 1; `trajectories`: mean number per minibatch;
+    `longest`: ``sampling.max_tokens``. "sum" gives factors of 1."""
     match aggregation:
         case "token_mean":
             return token_mean(lengths) if lengths else []

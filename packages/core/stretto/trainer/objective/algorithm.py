@@ -20,8 +20,8 @@ from stretto.trainer.objective.surrogates import LOSSES, LossSection
 
 
 class ReferenceConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """A KL penalty towards a reference policy. The trainer holds its weights too, unless it is the trained policy
-    without adapters."""
+    """A KL penalty towards a reference policy. The trainer holds that policy's weights too, unless it is the trained
+    policy with its adapters disabled."""
 
     estimator: Literal["k1", "k2", "k3"] = Field("k3", description="estimator of KL(policy || reference)")
     weight: float = Field(1e-3, ge=0, allow_inf_nan=False, description="weight of the divergence")
@@ -32,7 +32,7 @@ class ReferenceConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="
 
 
 class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """The objective and the advantages."""
+    """The `[algorithm]` section: the loss, the advantages, and the reference policy."""
 
     loss: Annotated[LossSection, LOSSES] = Field(
         LOSSES("decoupled_ppo"), description="surrogate objective that is maximised, with its trust region"
