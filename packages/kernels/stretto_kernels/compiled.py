@@ -73,8 +73,8 @@ def written(write: Callable[..., None], arguments: int) -> Any:
 def inlined(function: Callable[..., Any]) -> Any:
     """Decorator: a function that is inlined into each loop that calls it; without numba, the function itself.
 
-    Otherwise a process that compiles the loop and a process that loads it from disk would run different copies of the
-    function, and completions would differ in their last bits.
+    Without inlining, a process that compiles the loop and a process that loads it from disk would run different copies
+    of the function, and completions would differ in their last bits.
     """
     return _numba.njit(forceinline=True, **_OPTIONS)(function) if AVAILABLE else function
 

@@ -53,7 +53,7 @@ _VECTOR = 4 * LANES  # bytes
 
 
 def _sums_of_each(builder: Any, vectors: list[Any]) -> Any:
-    """Generate the sums of the numbers of each of LANES vectors, as one vector."""
+    """Generate code that sums the numbers of each of LANES vectors; returns a vector of these LANES sums."""
     ir = code.ir
     near = [lane + at for lane in range(0, LANES, 4) for at in (0, 2, LANES, LANES + 2)]
     far = [start + 4 * four + at for start in (0, LANES) for four in range(0, LANES // 4, 2) for at in range(4)]
@@ -65,8 +65,8 @@ def _sums_of_each(builder: Any, vectors: list[Any]) -> Any:
 
 
 def _vectors_at(builder: Any, address: Any, kind: int, count: int, paired: bool) -> list[Any]:
-    """Load `count` vectors from memory. Vectors of bfloat16 stay pairs of numbers if `paired`; otherwise each becomes
-    two vectors of float32."""
+    """Generate the loads of `count` vectors from memory. Vectors of bfloat16 stay pairs of numbers if `paired`;
+    otherwise each becomes two vectors of float32."""
     ir = code.ir
     held = ir.VectorType(ir.FloatType() if kind == FLOAT else ir.IntType(32), LANES)
     vectors = read_vectors(builder, address, held, count)
@@ -74,7 +74,7 @@ def _vectors_at(builder: Any, address: Any, kind: int, count: int, paired: bool)
 
 
 def _write_scores(builder: Any, wanted: Any, *places: Any) -> None:
-    """Generate the products of a query and LANES keys, by the kind `wanted`."""
+    """Generate the code of `_scores`, for each kind of arithmetic; `wanted` selects one when the code runs."""
     query, keys, gap, vectors, out, ahead = places
     floating = code.ir.VectorType(code.ir.FloatType(), LANES)
     for kind in KINDS:
@@ -96,7 +96,8 @@ def _write_scores(builder: Any, wanted: Any, *places: Any) -> None:
 
 
 def _write_mix(builder: Any, wanted: Any, heads: Any, vectors: Any, *places: Any) -> None:
-    """Generate the sums of weighted values, by kind, number of heads, and number of vectors of memory."""
+    """Generate the code of `_mix`, for each kind, number of heads, and number of vectors of memory; the arguments
+    select one."""
     values, gap, count, weights, stride, totals, total_stride, ahead = places
     floating = code.ir.VectorType(code.ir.FloatType(), LANES)
     for half, own, most in product((0, 1), (1, 2), (1, 2, 4)):
@@ -157,13 +158,13 @@ def _copy(source: Any, width: Any, target: Any, wide: Any, count: Any, size: Any
 
 @inlined
 def _split_place(n: Any) -> Any:
-    """Place of number `n` of a head where each vector of bfloat16 is two of float32."""
+    """Index of number `n` of a head where each vector of bfloat16 is two of float32: its even numbers, then its odd."""
     return n // U(2 * LANES) * U(2 * LANES) + n % U(2) * U(LANES) + n % U(2 * LANES) // U(2)
 
 
 @inlined
 def _ask(query: Any, width: Any, target: Any, wide: Any, kind: Any) -> None:
-    """Copy a query for `_scores`. Both are given by address."""
+    """Copy a query to `target` in the layout that `_scores` reads. Both are given by address."""
     if kind == WIDENED:
         numbers, outs = halves(query, width), floats(target, wide)
         for n in range(U(width)):
@@ -174,7 +175,7 @@ def _ask(query: Any, width: Any, target: Any, wide: Any, kind: Any) -> None:
 
 @inlined
 def _answer(totals: Any, wide: Any, out: Any, width: Any, kind: Any) -> None:
-    """Write the numbers of a head. Both are given by address."""
+    """Copy a head's output from `totals` to `out`, in the cache's dtype. Both are given by address."""
     numbers, outs, narrow = floats(totals, wide), floats(out, width), halves(out, width)
     for n in range(U(width)):
         if kind == FLOAT:

@@ -78,7 +78,8 @@ def read_vectors(builder: Any, address: Any, kind: Any, count: int) -> list[Any]
 
 
 def weights_at(builder: Any, address: Any, kind: int) -> list[Any]:
-    """Load the two vectors of a panel's weights: for one input, as float32; if paired, for two inputs, as 32 bits."""
+    """Generate the loads of the two vectors of a panel's weights: for one input, as float32; if paired, for two inputs,
+    as 32 bits."""
     ir = code.ir
     floating, whole = (ir.VectorType(number, LANES) for number in (ir.FloatType(), ir.IntType(32)))
     if kind != WIDENED:
@@ -111,7 +112,7 @@ def added(builder: Any, held: Any, inputs: Any, weights: Any) -> Any:
 
 
 def fetch(builder: Any, address: Any) -> None:
-    """Prefetch the memory at an address, which need not be valid."""
+    """Generate a prefetch of the memory at an address, which need not be valid."""
     ir = code.ir
     word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [pointer, word, word, word])
@@ -120,7 +121,7 @@ def fetch(builder: Any, address: Any) -> None:
 
 
 def number(value: int) -> Any:
-    """A constant of 64 bits."""
+    """An LLVM constant: a 64-bit integer."""
     return code.ir.Constant(code.ir.IntType(64), value)
 
 

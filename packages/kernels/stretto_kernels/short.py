@@ -88,7 +88,7 @@ def _collect(x: Any, stride: Any, matrix: Any, wide: Any, depth: Any, sums: Any,
 
 
 def _padded(columns: Any) -> Any:
-    """Numbers of a row of `columns` numbers in memory, where products are written by whole blocks."""
+    """Length in memory of a row of `columns` numbers: rounded up to whole blocks, by which products are written."""
     return (columns + WIDE - 1) // WIDE * WIDE
 
 
@@ -97,7 +97,8 @@ _whole = inlined(_padded)  # for loops
 
 @inlined
 def _token(place: Any, j: Any) -> Any:
-    """The packed token at position `j` of the sequence (start, start of its shared prefix, length of that, length)."""
+    """The packed token at position `j` of a sequence. `place`: start of its own tokens, start and length of its shared
+    prefix, and its length."""
     return place[1] + j if j < place[2] else place[0] + j - place[2]
 
 
@@ -118,7 +119,7 @@ def _ask(address: Any, index: Any, scale: Any, row: Any, half: Any) -> None:
 
 @inlined
 def _move(mixed: Any, scale: Any, out: Any, index: Any, row: Any, half: Any) -> None:
-    """Write the numbers at `mixed`, scaled, as head `index` of all heads."""
+    """Write the numbers at `mixed`, scaled, to `out` as head `index` of all heads of all tokens."""
     _ask(mixed, 0, scale, row, False)
     store(out, U(index * len(row)), row, half)
 
@@ -206,7 +207,7 @@ def _along(out: Any, index: Any, back: Any, head: Any, half: Any) -> Any:
 
 @inlined
 def _add(sums: Any, wide: Any, place: Any, k: Any, kv_heads: Any, width: Any, out: Any) -> None:
-    """Add the sums of a sequence's tokens to the gradient of all tokens."""
+    """Add a sequence's `sums`, one row per token, to the gradient `out` of all tokens, at key head `k`."""
     for j in range(place[3]):
         new = floats(sums + 4 * j * wide, width)
         total = floats(out + 4 * (_token(place, j) * kv_heads + k) * width, width)

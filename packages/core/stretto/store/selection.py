@@ -159,8 +159,8 @@ def _with_signal(groups: Sequence[EndedGroup]) -> int:
 
 
 class SelectionWatch:
-    """Journal that passes all calls of a controller on to the run's journal, and measures lost and trained groups; at
-    each full window they are compared (`known`).
+    """Journal that passes a controller's calls on to the run's journal, and measures trained and lost groups (expired,
+    or masked whole); in each full window they are compared (`known`).
 
     Example: ``Controller(config, prompts, SelectionWatch(ledger, time.monotonic), seed)``
     """

@@ -66,7 +66,7 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """Open a path that is perhaps another user's pipe, which would have no end, or link."""
+    """Open a file for reading without waiting at a pipe or following a link, which another user may have put there."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW)
 
 
@@ -181,8 +181,8 @@ def drop(run: str, folder: Path) -> None:
 def new_version(run: str, folder: Path, path: Path) -> Iterator[FileIO]:
     """Context manager: unlink the file `path`, and create and open it anew for all the bytes of a version.
 
-    It may have the bytes of an old version: write every byte, and `cut` it to its size. Raises OSError if the file
-    cannot be created.
+    The file may have the bytes of an old version: write every byte, and `cut` it to its size. Raises OSError if the
+    file cannot be created.
     """
     path.unlink(missing_ok=True)  # left by an earlier process with this pid, or created by another user
     file = _reused(_spare(run, folder), path) or private_file(path)
@@ -200,8 +200,8 @@ def cut(file: FileIO, size: int) -> None:
 
 
 def _reused(spare: Path, path: Path) -> FileIO | None:
-    """Rename the file `spare` to `path` and open it for writing, with a lease; None, and neither file, if there is none
-    or somebody may still read it."""
+    """Rename the file `spare` to `path` and open it for writing, with a lease; None if there is no spare, or somebody
+    may still read it; then neither file is left."""
     with contextlib.suppress(FileNotFoundError, PermissionError):  # or it is another user's
         spare.rename(path)
         with contextlib.suppress(OSError), contextlib.ExitStack() as undo:  # it is a link that somebody put there
@@ -216,7 +216,7 @@ def _reused(spare: Path, path: Path) -> FileIO | None:
 
 
 def _ours(status: os.stat_result) -> bool:
-    """Whether it is a regular file of this user without a second hard link."""
+    """Whether `status` is that of a regular file of this user without a second hard link."""
     return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_nlink == 1
 
 

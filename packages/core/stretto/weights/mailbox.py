@@ -155,7 +155,7 @@ class Publication:
 
 
 class Publisher(Protocol):
-    """The trainer's side of the mailbox."""
+    """The trainer's side of the mailbox: publishes versions of the weights."""
 
     def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
         """Start to copy the tensors of `version`, (name, tensor) pairs; the result's `write` publishes the copies.
@@ -165,8 +165,8 @@ class Publisher(Protocol):
 
 
 class Subscriber(Protocol):
-    """An engine's side of the mailbox. `checked`: number of bytes verified by all loads so far; it grows during a
-    load."""
+    """An engine's side of the mailbox: loads published versions. `checked`: number of bytes verified by all loads so
+    far; it grows during a load."""
 
     checked: int
 

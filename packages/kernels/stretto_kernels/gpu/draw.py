@@ -365,7 +365,7 @@ def _launched(logits_RV: Tensor, settings_R5: Tensor, filters: tuple[bool, ...])
 
 
 def _cut(given: tuple[Any, ...], cutoffs_R: Tensor, size: int, by_count: bool, constants: dict[str, int]) -> None:
-    """Raise the cutoffs of rows with top-k (`by_count`) or top-p."""
+    """Raise each row's cutoff to that of its top-k (`by_count`) or top-p; rows without this filter keep theirs."""
     *_, settings_R5, tops_RP = given
     count, parts = tops_RP.shape
     ranges_2R3, lefts_2RPK = settings_R5.new_empty((2, count, 3)), tops_RP.new_empty((2, count, parts, _WAYS))

@@ -225,7 +225,8 @@ def join_products(graph: Graph, constants: dict[Node, Any]) -> None:
 
 
 def _product(node: Node, constants: Mapping[Node, Any]) -> _Product | None:
-    """The product that a call is; None if a parameter is used elsewhere too, or has no rows of 16 bytes."""
+    """The product that a call computes; None if it cannot be joined with others: an argument is no parameter, or is
+    used elsewhere too, is trained, or has rows of other than multiples of 16 bytes."""
     names = [name for name in node.args[1:] if isinstance(name, Node)]
     parts: list[Any] = [constants.get(name) for name in names]
     if node.kwargs or not parts or any(len(name.users) != 1 for name in names):

@@ -40,7 +40,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
 
 @dataclass(frozen=True)
 class _Layer:
-    """Inputs of a layer's two parts beside parameters."""
+    """Sizes and settings of a fused layer, for both of its parts."""
 
     heads: int
     kv_heads: int
@@ -95,8 +95,8 @@ def _loops(tensor: Tensor) -> ModuleType:
 
 
 class _Before(torch.autograd.Function):
-    """From the residual stream to queries, keys and values, [T, H, D]; and the stream itself for the second part, whose
-    gradient then comes here, and is added on the way."""
+    """First part of a layer: from the residual stream to queries, keys and values, [T, H, D]. Returns the stream too,
+    for `_After`: so the gradient of the stream comes back here, and is added on the way."""
 
     @staticmethod
     def forward(
@@ -144,7 +144,7 @@ class _Before(torch.autograd.Function):
 
 
 class _After(torch.autograd.Function):
-    """From the output of attention, [T, A], to the residual stream after the layer."""
+    """Second part of a layer: from the output of attention, [T, A], to the residual stream after the layer."""
 
     @staticmethod
     def forward(
@@ -239,8 +239,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def fusible(model: PreTrainedModel) -> bool:
-    """Whether layers of the model may be fused: not on devices without loops or kernels, with parameters on other
-    devices, for dtypes other than float32, and with a soft cap or no rotary embedding."""
+    """Whether layers of the model may be fused: not on devices without compiled loops or Triton kernels, with
+    parameters on other devices, for dtypes other than float32, and with a soft cap or no rotary embedding."""
     width = model.config.get_text_config().hidden_size
     ours = computes(model.device, model.dtype) or gpu_loops.computes(model.device, width)
     elsewhere = any(one.untyped_storage().device != model.device for one in model.parameters())

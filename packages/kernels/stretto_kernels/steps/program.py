@@ -97,7 +97,7 @@ class _Call(NamedTuple):
 
 
 class _Writer:
-    """Translates a trace into a program, call by call, when it is made. Raises _UnknownCallError for a trace that no
+    """Translates a trace into a program, call by call, in its constructor. Raises _UnknownCallError for a trace that no
     program computes."""
 
     def __init__(self, graph: Graph, constants: Mapping[Node, Any]) -> None:
@@ -256,8 +256,8 @@ class _Writer:
         return of._replace(head=shape[3] if len(shape) == 4 else 0)
 
     def _value(self, node: Node, turned: bool = False) -> _Value:
-        """The value of a node; after the last attention, that of the last rows. Raises _UnknownCallError if the program
-        has none, or not seen as wanted (`turned`)."""
+        """The value of a node; after the last attention, that of the last rows. `turned`: it is wanted as [1, H, T, D].
+        Raises _UnknownCallError if the program has no such value."""
         found = self._values.get(node)
         if not isinstance(found, _Value) or found.turned != turned:
             raise _UnknownCallError(f"the input {node}")
@@ -283,7 +283,8 @@ class _Writer:
         return value
 
     def _fix(self, node: Node) -> int:
-        """The place of a constant, whose numbers must be in order."""
+        """The place of a constant in the table of addresses. Raises _UnknownCallError if its numbers are not
+        contiguous."""
         self._check(self._constants[node].is_contiguous())
         if node not in self.fixed:
             self.fixed[node] = self._place()
@@ -377,7 +378,7 @@ class _Program:
         return heads.transpose(1, 2) if value.turned else heads
 
     def _look_at_weights(self) -> None:
-        """Renew the panels if weights have changed."""
+        """Renew the panels, and the addresses of panels and constants, if weights have changed."""
         versions = [weight._version for weight in self._weights]
         if versions != self._versions:
             for place, (kernel, weight) in self._products.items():

@@ -366,8 +366,8 @@ class Ledger:
         self._weight = 0
 
     def relieve(self) -> None:
-        """Flush if the buffered payloads have 32 MiB or more. To be called when a group has ended and all that belongs
-        to its end was said: with thousands that end together, memory would grow, and be cold when it is written."""
+        """Flush if the buffered payloads have 32 MiB or more. To be called when a group has ended and everything about
+        its end is recorded: with thousands that end together, memory would grow, and be cold when it is written."""
         if self._weight >= _HEAVY:
             self.flush()
 

@@ -124,7 +124,7 @@ def _decisive_packed(segment: Segment) -> tuple[object, ...]:
 
 def check(found: object, expected: bytes, what: str) -> None:
     """Compare a recorded seal (`found`, as SQLite returns it) with the one computed from the data. Raises StoreError if
-    they differ, so that the data are damaged; `what` names the data in its message."""
+    they differ: the data are damaged; `what` names the data in its message."""
     if found != expected:
         raise StoreError(f"{what} is not what was written: its checksum does not fit")
 

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 class LineWriter(Generic[Line]):
     """Appends records to one file, which the first line creates. An incomplete last line, left by a kill, is cut off
-    when the writer is created. Nothing is written once another folder has taken the place of the file's.
+    when the writer is created. Nothing is written once the file's folder was moved or replaced.
 
     If the file or a line cannot be written, one warning is logged, `lost` counts the lines that are not in the file,
     and nothing is raised: losing measurements must not end a run.

@@ -82,7 +82,7 @@ class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
     asked: str = ""  # digest of the prompts, the completions of each, and the seed; empty in an old run
 
     def is_like(self, prompts: int, samples: int, asked: str) -> bool:
-        """Whether its accuracy may be compared with that of another evaluation, of `prompts` prompts with `samples`
+        """Whether this accuracy may be compared with that of another evaluation, of `prompts` prompts with `samples`
         completions together (0: one for each): both asked the same prompts with the same seed. `asked`: the other's
         digest; where one has none, the numbers decide."""
         counts = (self.prompts, self.samples or self.prompts)
@@ -90,8 +90,8 @@ class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
 
 
 def alike(lines: Sequence[Line]) -> list[Line]:
-    """Return the evaluations of `lines`, one set in order, whose accuracy may be compared with that of the last one
-    (itself included): a resumed run may have other prompts, completions or seeds."""
+    """Return the evaluations of `lines` (of one set of questions, in order) whose accuracy may be compared with that of
+    the last one (itself included): a resumed run may have other prompts, completions or seeds."""
     return [line for line in lines if line.is_like(lines[-1].prompts, lines[-1].samples, lines[-1].asked)]
 
 
