@@ -1,3 +1,3 @@
-"""Loops compiled by numba for a processor: attention, products, norms and gates, on tensors of torch."""
+"""Kernels on torch's tensors: loops compiled by numba for a CPU, and Triton kernels for a GPU."""
 
 __version__ = "0.1.0"

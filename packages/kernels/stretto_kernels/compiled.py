@@ -128,7 +128,8 @@ def body(loop: Any) -> Any:
 
 
 def computes(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether compiled loops are available for tensors with this device and dtype."""
+    """Whether compiled loops are available for tensors with this device and dtype: on the CPU, in float32 or
+    bfloat16."""
     return AVAILABLE and device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
 
 

@@ -235,7 +235,7 @@ def parts_of(rows: int, width: int) -> int:
 
 
 def over(looped: Any, rows: int, parts: int, *arguments: Any) -> None:
-    """Run the loop `looped` over all rows, by `parts` threads. It gets its first row, the row after its last, the
+    """Run the loop `looped` over all rows, by `parts` threads. The loop gets its first row, the row after its last, the
     number of the part, and the arguments, tensors by address (0 for None). An error in any thread is raised when all
     have ended."""
     given = [0 if one is None else one.data_ptr() if isinstance(one, Tensor) else one for one in arguments]

@@ -20,8 +20,8 @@ ENDED = "ended before the completion did"
 
 
 class Stream:
-    """Finished completions of requests that were submitted together, encoded as frames for one HTTP response.
-    `completions`: how many the requests have in all."""
+    """Finished completions of requests that were submitted together, encoded as frames (`core.frames`) for one HTTP
+    response. `completions`: how many the requests have in all."""
 
     def __init__(self, completions: int) -> None:
         self.missing = completions  # completions that have not ended; 0 once the stream was refused

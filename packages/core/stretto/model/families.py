@@ -90,10 +90,10 @@ _REMEDY = "use a remote engine for this model (engine.kind), which this trainer 
 
 
 def check_family(config: PreTrainedConfig) -> None:
-    """Check that the packed path (of trainers) and the cached path (of engines) compute what models with this config
-    compute. The first check of a config takes about a CPU second; a family that cannot be made tiny is not checked, and
-    a warning is logged. Raises ModelFolderError if a path computes something else; the message names the family and
-    what differs."""
+    """Check that the attention paths of trainers (packed) and engines (cached) compute what models with this config
+    compute. Families that the tests check (`MEASURED`) pass at once; the first check of another config takes about a
+    CPU second; a family that cannot be made tiny is not checked, and a warning is logged. Raises ModelFolderError if a
+    path computes something else; the message names the family and what differs."""
     text = config.get_text_config()
     if text.model_type in MEASURED:
         return
@@ -126,8 +126,9 @@ def _key(config: PreTrainedConfig) -> str:
 
 
 def measured(config: PreTrainedConfig) -> str:
-    """Return what the packed and the cached path compute differently than the module's own forward, in words, measured
-    on a tiny model with this config. "": nothing, or the family cannot be made tiny or is refused when it is loaded."""
+    """Return what the packed and the cached attention path compute differently than the module's own forward, in words,
+    measured on a tiny model with this config. "": nothing, or the family cannot be made tiny or is refused when it is
+    loaded."""
     with quiet_transformers(), torch.random.fork_rng(devices=()):
         torch.manual_seed(3)
         made = _tiny(config)

@@ -65,7 +65,7 @@ class Packing:
     """Positions of the sequences in a packed row, as index tensors for all layers of a forward. *Cells* are the places
     of the padded batches (*buckets*, of sequences of similar length) in which attention is computed.
 
-    Example: ``pack([3, 2, 3], prefixes=[(0, 0), (1, 0), (0, 2)])`` is the drawing above: positions
+    Example: ``pack([3, 2, 3], prefixes=[(0, 0), (1, 0), (0, 2)])`` is the drawing in the module's docstring: positions
     ``[[0, 1, 2, 0, 1, 2]]``, buckets (2 rows, 3) and (1 row, 2), 8 cells for 6 tokens.
     """
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Field
 
 
 class StoreConfig(BaseModel, extra="forbid", frozen=True):
-    """Section ``[store]`` of a recipe."""
+    """Section ``[store]`` of a recipe: what a run folder keeps, and how often the ledger is flushed."""
 
     keep_payloads: Literal["all", "trained", "none"] = Field(
         default="all",

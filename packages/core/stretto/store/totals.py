@@ -134,7 +134,7 @@ class OnRecord(Record, frozen=True):
 
     @property
     def tokens(self) -> int:
-        """Sum over all trajectories."""
+        """Number of sampled tokens of all trajectories."""
         return self.trained + self.masked + self.buffered + self.filtered + self.expired + self.failed
 
 
@@ -187,7 +187,7 @@ def tokens_by_category(totals: Totals, on_record: OnRecord) -> dict[str, int]:
 
 
 def goodput(totals: Totals, on_record: OnRecord) -> Goodput:
-    """Compute the budget of a run from its totals and the tokens in its ledger.
+    """Compute the goodput budget of a run from its totals and the tokens in its ledger.
 
     The seconds of a role's work are divided by its `Totals.activities`; a role without any has done a single kind of
     work. Roles without busy seconds on record are left out.

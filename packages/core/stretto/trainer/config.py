@@ -16,7 +16,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 
 
 class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """AdamW, its learning-rate schedule, and how the model is computed and saved."""
+    """Settings of AdamW, of its learning-rate schedule, and of how the model is computed and saved."""
 
     learning_rate: float = Field(2e-5, gt=0, le=1, description="peak learning rate")
     warmup_steps: int = Field(0, ge=0, description="steps over which the learning rate rises linearly from 0")
@@ -71,8 +71,7 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
 
 class TrainerConfig(OptimizerConfig):
-    """The `[trainer]` section: steps, minibatches and ranks of RL training, and the policies and checkpoints to
-    keep."""
+    """The `[trainer]` section: steps, minibatches and ranks of RL training; policies and checkpoints to keep."""
 
     steps: PositiveInt = Field(100, description="training steps; each publishes one version")
     minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")

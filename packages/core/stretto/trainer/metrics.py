@@ -76,7 +76,7 @@ class Meter:
         self._steps.append(step)
 
     def valued(self, values: Column, returns: Column) -> None:
-        """Set the critic's values before the step, and their targets, of the loss tokens of all ranks, for
+        """Set the critic's values before the step, and their targets, of all ranks' loss tokens:
         `explained_variance`."""
         self._explained = explained_variance(values, returns)
 

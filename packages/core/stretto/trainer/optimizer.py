@@ -47,8 +47,7 @@ _THROUGH = 1 << 28
 
 
 def _step(group: dict[str, Any], parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
-    """Take AdamW's step for `parameters` of one parameter group; moments on the host visit the device. `states`:
-    AdamW's state of each."""
+    """Take AdamW's step for `parameters` of one group, with moments on the device. `states`: AdamW's state of each."""
     device = parameters[0].device
     held = {name: [own(state[name]) for state in states] for name in MOMENTS}
     moments = {name: [to_device(moment, device) for moment in each] for name, each in held.items()}
@@ -227,7 +226,7 @@ class Optimizer:
             learning_rate: of this step.
             training_step: number of the training step, for the error.
             numbers: hyperparameters of this step; None: those of the recipe.
-            before: called after clipping if the step is taken; AdamW skips parameters whose gradient it clears
+            before: called after clipping, before AdamW's step, which skips parameters whose gradient it clears
                 (`Muon`).
 
         Raises:

@@ -47,8 +47,7 @@ class ReferencePolicy:
         return self._policy(packed).logprobs  # type: ignore[no-any-return]
 
     def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
-        """Log-probability of each sampled token of the batch, even if too old to be trained on, by path id (`path_id`).
-        All ranks must call it."""
+        """Log-probabilities of all sampled tokens, also too old for training, by path id. All ranks must call it."""
         device = self._policy.model.device
         return score_tokens(batch, self._config.micro_batch_tokens, device, self.logprobs, ranks=self._ranks)
 
@@ -67,8 +66,7 @@ class WithoutAdapters:
             return self._learner.logprobs(packed).logprobs
 
     def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
-        """Log-probability of each sampled token of the batch, even if too old to be trained on, by path id (`path_id`).
-        All ranks must call it."""
+        """Log-probabilities of all sampled tokens, also too old for training, by path id. All ranks must call it."""
         config, device = self._learner.config, self._learner.model.device
         return score_tokens(batch, config.micro_batch_tokens, device, self.logprobs, ranks=self._learner.ranks)
 

@@ -81,7 +81,7 @@ def held(run: str, folder: Path, holder: str) -> Path:
 
 
 def release(run: str, folder: Path, holder: str) -> int:
-    """Unlink the files by which `holder` keeps versions alive, after it has ended; returns their number."""
+    """Unlink the files by which `holder`, which has ended, keeps versions alive; returns their number."""
     return unlink(folder.glob(f"{held(run, folder, holder).name}*.held"))
 
 

@@ -70,7 +70,7 @@ class SharedMemoryPublisher:
     ) -> dict[str, TensorDigest]:
         """Write the file of `version`, check it, and rename it into place; returns the digest of each tensor as
         written. `gather` makes the whole tensor from each (name, tensor, dtype) when it is written. Files of later
-        versions, left from before a resume, and of all but the newest two versions are unlinked.
+        versions, left from before a resume, are unlinked, and all but the newest two versions dropped (`drop`).
 
         Raises:
             TornPublication: the file read back differs; the version is not published.

@@ -63,7 +63,7 @@ def _block(logits_V: tl.tensor, first: tl.tensor, size: tl.tensor, divisor: tl.t
 
 @kernel
 def _degree(settings_R5: tl.tensor, row: tl.tensor) -> Any:
-    """The number by which the logits of a row are divided, and whether it takes the likeliest token."""
+    """The number by which the logits of a row are divided, and whether the row takes the likeliest token."""
     temperature = tl.load(settings_R5 + row * 5 + 1).to(tl.float32)
     greedy = temperature == 0.0
     return tl.where(greedy, 1.0, temperature), greedy
@@ -129,7 +129,8 @@ def _narrowed(
 
 @kernel
 def _wanted(settings_R5: tl.tensor, row: tl.tensor, size: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Setting of a row's filter: a number of tokens, or minus a share of their weight. 0: it has no such filter."""
+    """Setting of a row's top-k (`COUNT`), a number of tokens, or of its top-p, minus a share of their weight; 0: no
+    such filter."""
     if COUNT:
         wanted = tl.minimum(tl.load(settings_R5 + row * 5 + 2), size.to(tl.float64))
     else:

@@ -42,8 +42,8 @@ class Chunks:
     """The chunks of one step. `items`: [N, 3] row, first token, end token (exclusive); zeros for empty places.
     `bounds`: [R + 1], row r has the chunks bounds[r] to bounds[r + 1] - 1.
 
-    Example: the drawing above is ``cut([0, 0, 0], [10, 2, 5], most=8, grain=4)``: items ``(0, 0, 4) (0, 4, 8)
-    (0, 8, 10) (1, 0, 2) (2, 0, 4) (2, 4, 5)`` and two empty places, bounds ``0 3 4 6``.
+    Example: the drawing in the module's docstring is ``cut([0, 0, 0], [10, 2, 5], most=8, grain=4)``: items ``(0, 0, 4)
+    (0, 4, 8) (0, 8, 10) (1, 0, 2) (2, 0, 4) (2, 4, 5)`` and two empty places, bounds ``0 3 4 6``.
     """
 
     items: Ints

@@ -120,7 +120,8 @@ class _Fusing:
                 node.replace_all_uses_with(self._graph.call_function(self._calls["gate"], (asked.args[0], parts[1])))
 
     def attend(self, node: Node) -> None:
-        """Replace the attention whose result is `node`, if its query and key are rotated alike for it alone."""
+        """Replace the attention whose result is `node`, with the rotary embeddings of its query and key, if these have
+        the same angles and no other use."""
         if "attend_rotated" not in self._calls or node.target != "attend":
             return
         plan, layer, query, key, value, rule = cast("tuple[Any, ...]", node.args)

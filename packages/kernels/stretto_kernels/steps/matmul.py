@@ -71,7 +71,7 @@ _CPU = torch.device("cpu")
 
 class KernelChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The kernel for a weight shape, as files keep it. `fewest`: least number of tokens for which it is used; for fewer
-    tokens ``linear`` is used. `gain`: speedup over ``linear``, geometric mean over the numbers measured."""
+    tokens ``linear`` is used. `gain`: speedup over ``linear``, geometric mean over the numbers of tokens measured."""
 
     kernel: Name = "linear"
     fewest: int = 1
@@ -126,8 +126,8 @@ class Kernel:
         self._version = (0, 0)  # the copied weight, and its write count at that time
 
     def multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x · weightᵀ + bias (None: 0), where `x` has the tokens on its second-to-last axis. For few tokens torch's
-        matmul is used."""
+        """x · weightᵀ + bias (None: 0), where `x` has the tokens on its second-to-last axis. Fewer than `choice.fewest`
+        tokens use torch's matmul."""
         if x.shape[-2] < self.choice.fewest:
             return functional.linear(x, weight, bias)
         return self.multiply_many(x, weight, bias)
@@ -140,7 +140,7 @@ class Kernel:
         return multiply(kernel, x, self.prepared(weight), bias, width)
 
     def prepared(self, weight: Tensor) -> Tensor:
-        """The weight in the kernel's layout. Its memory stays the same when the weight changes."""
+        """The weight in the kernel's layout, copied again if it has changed. Panels keep their memory then."""
         version = (id(weight), weight._version)
         if self._prepared is None or version != self._version:
             self._prepared, self._version = prepare(self.choice.kernel, weight.detach(), self._prepared), version
@@ -148,8 +148,9 @@ class Kernel:
 
     def holds(self, weight: Tensor) -> bool:
         """Whether the copy of `weight`, which is renewed first if the weight has changed, has the weight's numbers.
-        True for a kernel without a copy. Panels are compared by the exclusive or of all numbers' bits. So one bit
-        that differs is always found; of 65,536 copies of other weights in bfloat16, one is not."""
+        True for a kernel without a copy, and for a weight of another dtype or not on the CPU. Panels are compared by
+        the exclusive or of all numbers' bits. So one bit that differs is always found; of 65,536 copies of other
+        weights in bfloat16, one is not."""
         kernel = self.choice.kernel
         if kernel not in COPIED or weight.device.type != "cpu" or weight.dtype != self.dtype:
             return True
@@ -205,7 +206,7 @@ def choose(
 
 
 def _tokens(kernels: Sequence[Name]) -> tuple[int, ...]:
-    """Numbers of tokens for which kernels are measured: those of the products that they are meant for."""
+    """Numbers of tokens for which kernels are measured: those of micro-batches for `TRAINING`, else of generation."""
     return _TRAINED if tuple(kernels) == TRAINING else _TOKENS
 
 

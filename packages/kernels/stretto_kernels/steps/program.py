@@ -6,8 +6,8 @@ all of whose calls are known becomes a table of steps, and one loop executes the
     trace      embedding ─► norm ─► multiply ─► rotate ─► attend ─► multiply ─► norm_of_sum ─► ...     Python
     program    [op | places of inputs | place of output | sizes]  one row per call                     one loop
 
-Values are given by place, an index into a table of addresses. A place is free again after its last use. Rotary angles
-depend on the position alone: they are computed by torch once per position, and kept.
+Values are given by place, an index into a table of addresses. The memory of a value is free again after its last use.
+Rotary angles depend on the position alone: they are computed by torch once per position, and kept.
 
 The loop stops for what is not compiled: a product by another kernel than panels; and in steps with contexts each
 attention, whose contexts torch computes. A trace with any other call stays as it is.
@@ -124,8 +124,8 @@ class _Writer:
             raise _UnknownCallError("the last call is no product")
 
     def laid_out(self) -> tuple[dict[int, int], int]:
-        """Place of each value in the program's memory, in numbers per token, and their sum. Values of one width share
-        memory if one is used only after the other's last use."""
+        """Offset of each value in the program's memory, by place, and the size of that memory, in numbers per token.
+        Values of one width share memory if one is used only after the other's last use."""
         offsets: dict[int, int] = {}
         free: dict[int, list[int]] = defaultdict(list)
         size = 0

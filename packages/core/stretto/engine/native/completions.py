@@ -35,8 +35,8 @@ _NOWHERE = 1 << 62  # beyond any length
 
 
 class Completions:
-    """Unfinished completions as arrays. The columns are public attributes: the engine indexes them by row and passes
-    them to the policy and the sampler."""
+    """Unfinished completions as arrays, with a row for each completion in the batch. The columns are public attributes:
+    the engine indexes them by row and passes them to the policy and the sampler."""
 
     def __init__(self, rows: int, context_length: int, stop_texts: StopTexts, grammars: Grammars | None = None) -> None:
         """Create empty columns. `rows`: number of completions at a time; `context_length`: most tokens of prompt and
@@ -123,8 +123,8 @@ class Completions:
         self._own[rows] = np.minimum(self._own[rows], self.lengths[rows])
 
     def sampled_with(self, row: int, version: int) -> Ints:
-        """Positions in a row's history of the tokens that `version` sampled in this engine, over a context that it
-        computed itself; may be empty."""
+        """Positions in a row's history of the tokens that `version` sampled in this engine, over KV entries that the
+        same version computed; may be empty."""
         begin, end = int(self._own[row]), int(self.lengths[row])
         return begin + np.flatnonzero(self._versions[row, begin:end] == version)
 

@@ -126,12 +126,13 @@ class NativeEngine:
 
     @property
     def waiting(self) -> int:
-        """Number of completions that wait for a row."""
+        """Number of completions that wait for a row (a place in the batch)."""
         return self._scheduler.waiting
 
     @property
     def longest_row(self) -> int:
-        """Largest number of tokens of prompt plus completion that the context and the KV cache can hold."""
+        """Largest number of tokens of prompt plus completion that the context and a KV cache of `engine.cache_gib` can
+        hold."""
         return longest_row(self._policy.layout, self._config.cache_bytes)
 
     @property

@@ -221,7 +221,7 @@ class Prover:
     def texts(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, tuple[float, ...]]]:
         """Yield the log-probabilities of all tokens but the first of each text, at temperature 1 without filters, piece
         by piece, as (index of the text, its next numbers); none for a text of one token. A piece has at most `most`
-        tokens, and no more logits than a trainer's chunk. The weights must stay the same between two pieces."""
+        tokens, and at most `CHUNK_LOGITS` logits. The weights must stay the same between two pieces."""
         for number, text in enumerate(np.asarray(one, np.int64) for one in texts):
             for begin, piece in self._forwards([text[:-1]] if len(text) > 1 else []):
                 wanted = partial(_next_logprobs, piece, text[1 + begin :])

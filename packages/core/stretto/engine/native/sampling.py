@@ -31,7 +31,7 @@ class BrokenLogits(FloatingPointError):
     """Some completions have logits that are not finite, so no token can be drawn from them."""
 
     def __init__(self, requests: frozenset[str]) -> None:
-        """Name the affected requests by their ids."""
+        """`requests`: ids of the affected requests."""
         self.requests = requests
         super().__init__(requests)
 

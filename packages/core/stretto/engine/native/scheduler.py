@@ -54,7 +54,8 @@ class Member:
 
 
 class Scheduler:
-    """Decides which completions of an engine run. Two rows for three completions of one request::
+    """Decides which completions of an engine run: each needs a row, its place in the batch, and a slot in the KV cache.
+    Two rows for three completions of one request::
 
     scheduler.add(request)                         # waiting 0 1 2
     scheduler.admit()                              # [(row 0, member 0), (row 1, member 1)]: pending
@@ -85,11 +86,11 @@ class Scheduler:
 
     @property
     def waiting(self) -> int:
-        """Number of completions without a row."""
+        """Number of completions without a row (a place in the batch)."""
         return len(self._waiting)
 
     def prompts_waiting(self) -> dict[str, int]:
-        """Number of prompt tokens of each request of which completions wait for a row, by request id."""
+        """Number of prompt tokens of each request that has completions without a row, by request id."""
         return {member.request.id: len(member.request.prompt_token_ids) for member in self._waiting}
 
     @property

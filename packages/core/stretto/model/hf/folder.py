@@ -158,7 +158,8 @@ def load_policy(
 
 
 def _device(name: str) -> str:
-    """Return torch's name of the device; "auto" becomes "cuda" if there is a GPU, else "cpu"."""
+    """Return torch's name of the device; "auto" becomes "cuda" if there is a GPU, else "cpu". RecipeError for "cuda"
+    without a GPU."""
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():
@@ -350,8 +351,8 @@ class FolderWeights:
         return set(self._sources)
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
-        """Read the slices `part` (one per axis; none: all) of the parameter `name`, one of `names`, in the folder's
-        dtype."""
+        """Read the slices `part` (one per axis; empty: the whole) of the parameter `name`, one of `names`, in the
+        folder's dtype."""
         (source, pattern), *_ = self._sources[name]
         if pattern is None:
             return self._tensor(source, part)

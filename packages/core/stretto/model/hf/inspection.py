@@ -214,8 +214,8 @@ def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
 
 
 def shape_of(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
-    """Read from config.json the fields of `ModelFolder` that describe the shape. If some are missing, append problems
-    to `problems` and return None."""
+    """Read from config.json the fields of `ModelFolder` that describe the shape. If some are missing or invalid, append
+    problems to `problems` and return None."""
     before, file = len(problems), folder / "config.json"
     whole = _read_json(file, problems)
     config = whole.get("text_config", whole)

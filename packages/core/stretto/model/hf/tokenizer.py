@@ -122,8 +122,7 @@ _ALPHABET = frozenset(map(chr, _BYTES))
 
 
 def _bytes_of(token: str) -> bytes:
-    """The bytes that a token of a byte-level tokenizer stands for; UTF-8 if it has a character outside that
-    alphabet."""
+    """The bytes that a token of a byte-level tokenizer stands for; UTF-8 if a character is outside its alphabet."""
     return token.translate(_BYTES).encode("latin-1") if _ALPHABET.issuperset(token) else token.encode()
 
 

@@ -41,7 +41,7 @@ _WIDEST_FLASH, _GRAIN_FLASH = 256, 8  # head sizes of flash attention
 
 
 class _ToCells(torch.autograd.Function):
-    """Gather the values of tokens into cells.
+    """Gather the values of tokens into cells, the places of the padded batches (`Packing`).
 
     The gradient is a gather too: each token has one own cell, and padding cells have no gradient. Only the gradients of
     shared cells are added up.
@@ -62,7 +62,8 @@ class _ToCells(torch.autograd.Function):
 
 
 class _ToTokens(torch.autograd.Function):
-    """Gather the values of cells into tokens. Padding cells and shared cells are dropped and have no gradient."""
+    """Gather the values of cells (`_ToCells`) back into tokens. Padding cells and shared cells are dropped and have no
+    gradient."""
 
     @staticmethod
     def forward(ctx: Any, cells: Tensor, packing: Packing) -> Tensor:

@@ -204,8 +204,8 @@ class Ledger:
         row.journaled += max(1, piece.length)
 
     def retract(self, id: str, count: int, node: int = 0) -> None:
-        """Delete all tokens but the first `count` of segment `node` of the trajectory `id`, and its end, if it is on
-        record; `count` must be the end of a recorded piece. Flushes."""
+        """Delete all tokens but the first `count` of segment `node` of the trajectory `id`, and the segment's end, if
+        that is on record; `count` must be the end of a recorded piece. Flushes."""
         self.flush()
         self._partials += retraction(self._query, id, self._row(id).key, count, node)
         self.flush()

@@ -29,8 +29,8 @@ from stretto.trainer.objective.token_estimators import advantages_of
 
 
 class ScoredPath(Record, frozen=True):
-    """A path (one branch of a trajectory) with critic values and KL of its S own sampled tokens (those of no earlier
-    path)."""
+    """A path (a branch of a trajectory) with critic values and KL of its S own tokens: sampled, and of no earlier
+    path."""
 
     path: PathTokens
     trained: Whole  # the loss tokens, as indices into the S tokens, ascending
@@ -125,9 +125,9 @@ def _turns(config: AlgorithmConfig, longest: int, path: ScoredPath) -> Iterator[
 
 
 def rewards_compared(config: AlgorithmConfig, group: Group) -> Iterable[Sequence[float]]:
-    """Rewards of a decided group, not shaped, in the lists that are compared: one of all trajectories, or one of the
-    returns of each number of turn of each root. If the numbers of every list are equal, an estimator that compares
-    gives no signal."""
+    """Rewards of a decided group, not shaped, in the lists that are compared: of all trajectories; with credit by turn,
+    the returns of the n-th turns of each root (`root_of`). If the numbers of every list are equal, an estimator that
+    compares gives no signal."""
     if config.advantages.credit == "trajectory":
         return [[one.reward for one in group.trajectories]]
     found = defaultdict[_Place, list[float]](list)
@@ -146,15 +146,15 @@ def _part(path: ScoredPath) -> tuple[str, int]:
 
 
 def _shaped(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> float:
-    """The shaped reward of a trajectory. Its length is the length of its longest turn, because ``sampling.max_tokens``
-    limits each turn."""
+    """The shaped reward of a trajectory. The length that counts is that of its longest turn, because
+    ``sampling.max_tokens`` limits each turn."""
     length = max((turn.tokens for path in one.paths for turn in path.path.turns), default=0)
     return shaped(one.trajectory.reward, length, longest, config.shaping)
 
 
 def _rewards(config: AlgorithmConfig, longest: int, path: ScoredPath) -> list[float]:
-    """The shaped rewards of the path's turns. The bias is that of the last turn: added to each, it would be a reward
-    for many turns."""
+    """The shaped rewards of the path's turns. The shaping's bias is added to the last turn alone: added to each, it
+    would be a reward for many turns."""
     *earlier, last = path.path.turns
     unbiased = config.shaping.model_copy(update={"bias": 0.0}) if earlier else config.shaping
     before = [shaped(turn.reward, turn.tokens, longest, unbiased) for turn in earlier]

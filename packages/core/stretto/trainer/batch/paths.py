@@ -59,8 +59,8 @@ class PathTokens(Record, frozen=True):
 
 def paths_of(prompt: Prompt, trajectory: Trajectory, evidence: Evidence = "all") -> list[PathTokens]:
     """The paths of a decided trajectory of `prompt` as token sequences; empty if no token was sampled. `evidence`:
-    tokens whose context is of their version; the others are marked as `mixed`. Raises BoundViolated if the checksum of
-    a segment does not match, or a token was sampled without any context."""
+    which tokens have a context of their own version (`messages.Evidence`); the others are marked as `mixed`. Raises
+    BoundViolated if the checksum of a segment does not match, or a token was sampled without any context."""
     for segment in trajectory.segments:
         if not segment.intact:
             raise BoundViolated(f"trajectory {trajectory.id}: its tokens are not what was sampled: no checksum fits")

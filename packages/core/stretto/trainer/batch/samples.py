@@ -50,7 +50,8 @@ _KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One path as a training sequence, with its N loss tokens. Sequences of numbers are converted to arrays.
+    """One path (branch of a trajectory) as a training sequence, with its N loss tokens. Sequences of numbers are
+    converted to arrays.
 
     Example: prompt (5, 12), completion (4, 4, 2) of versions (5, 6, 7), trained at 7 with versions from 6 on::
 

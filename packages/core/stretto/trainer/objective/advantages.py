@@ -18,7 +18,7 @@ from stretto.core.states import LARGEST_REWARD, bounded_reward
 
 
 class Shaping(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """`[algorithm.shaping]` of a recipe; the defaults leave rewards unchanged."""
+    """`[algorithm.shaping]`: changes to rewards before advantages are computed; the defaults change nothing."""
 
     scale: float = Field(1.0, gt=0, le=LARGEST_REWARD, description="multiplies the reward")
     bias: float = Field(
