@@ -34,7 +34,7 @@ _DATA_WORDS = ("--data-parallel-size", "--dp-size", "--dp", "-dp")
 
 
 class EngineConfig(BaseModel, extra="forbid", frozen=True):
-    """The `[engine]` section: settings of the inference engines that sample completions."""
+    """Settings of the inference engines, which sample completions."""
 
     kind: Annotated[str, MAKES] = Field(
         "native",

@@ -71,7 +71,7 @@ class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
 
 
 class TrainerConfig(OptimizerConfig):
-    """The `[trainer]` section: steps, minibatches and ranks of RL training; policies and checkpoints to keep."""
+    """Steps, minibatches and ranks of RL training; policies and checkpoints to keep."""
 
     steps: PositiveInt = Field(100, description="training steps; each publishes one version")
     minibatches: PositiveInt = Field(4, description="sequential optimizer steps per batch")

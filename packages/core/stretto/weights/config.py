@@ -13,7 +13,7 @@ Medium = Literal["shared_memory", "http", "broadcast"]
 
 
 class WeightsConfig(BaseModel, extra="forbid", frozen=True):
-    """The `[weights]` section: transport of weights from the trainer to the engines."""
+    """Transport of weights from the trainer to the engines."""
 
     medium: Literal["auto", "shared_memory", "http", "broadcast"] = Field(
         "auto",

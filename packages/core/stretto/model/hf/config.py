@@ -13,7 +13,7 @@ PAD, EOS = "<pad>", "<eos>"
 
 
 class BuildConfig(BaseModel, extra="forbid", frozen=True):
-    """The `[model.build]` section: shape of a new model, and the characters of its tokenizer."""
+    """Shape of a new model, and the characters of its tokenizer."""
 
     family: Literal["qwen3", "qwen2", "llama"] = Field("qwen3", description="architecture, as transformers names it")
     hidden_size: int = Field(64, ge=8, le=16_384, description="width of the residual stream")

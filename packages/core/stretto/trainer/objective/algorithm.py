@@ -32,7 +32,7 @@ class ReferenceConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="
 
 
 class AlgorithmConfig(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
-    """The `[algorithm]` section: the loss, the advantages, and the reference policy."""
+    """The objective: the loss, the advantages, and the reference policy."""
 
     loss: Annotated[LossSection, LOSSES] = Field(
         LOSSES("decoupled_ppo"), description="surrogate objective that is maximised, with its trust region"
