@@ -109,8 +109,9 @@ def check_family(config: PreTrainedConfig) -> None:
 
 
 def check_family_of(folder: Path | str) -> None:
-    """Check the config of a model folder as `check_family` does. A config that cannot be read is not checked: the
-    loader names what is wrong. Raises ModelFolderError if a path computes something else than the family."""
+    """Check that the attention paths of trainers and engines compute what a folder's model computes (`check_family`). A
+    config that cannot be read is not checked: the loader names what is wrong. Raises ModelFolderError if a path
+    computes something else than the family."""
     with quiet_transformers():
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -211,7 +212,7 @@ def _by_place(texts: Sequence[Any], logits: Tensor) -> Iterator[tuple[int, int, 
 
 
 def _decoded(model: PreTrainedModel, texts: Sequence[Any]) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield the same as `_by_place`, from steps over the KV cache, one token of each text at a time."""
+    """Yield (text, position, log-probabilities) as `_by_place` does, from steps over the KV cache, token by token."""
     policy = DecodePolicy(model)
     contexts = [Context(text[: _STARTED - 1], (at,)) for at, text in enumerate(texts)]
     for length in range(_STARTED, max(map(len, texts)) + 1):

@@ -51,7 +51,7 @@ class Critic(Optimizer):
     ) -> None:
         """Shard the critic over the ranks. `model`: a copy of the initial policy for the critic alone, loaded with
         packed attention. `config`: optimizer settings, except for the learning rate of `settings`. Raises RecipeError
-        and ModelFolderError as `Ranks.shard`."""
+        if the ranks cannot divide the model, ModelFolderError if its folder lacks a weight (`Ranks.shard`)."""
         self._values, self._steps = StateValues(model, config, ranks), config.steps
         self._clip, self._truncated = settings.clip, settings.truncated
         optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})

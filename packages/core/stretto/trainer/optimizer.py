@@ -188,7 +188,8 @@ class Optimizer:
         exact: Iterable[nn.Module] = (),
     ) -> None:
         """Shard the parameters over the ranks. `trained`: the module to train, which contains `model`. `exact`: parts
-        of it that compute in float32. Raises RecipeError and ModelFolderError as `Ranks.shard`."""
+        of it that compute in float32. Raises RecipeError if the ranks cannot divide the model, ModelFolderError if its
+        folder lacks a weight (`Ranks.shard`)."""
         ranks.shard(trained, model, exact)
         self.trained = trained
         self.config = config

@@ -169,8 +169,8 @@ class Trainer:
     def publish(
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Canary | None:
-        """Publish the policy as `version`; returns when engines can load it. The arguments, and the canary that is
-        returned (None without a `text`), are those of `copied`."""
+        """Publish the policy as `version`; returns when engines can load it. Returns the canary by which engines prove
+        it, with the log-probabilities of `text` (token ids); None without a text. `held`: see `copied`."""
         canary, _ = self.copied(publisher, text, held)()
         return canary
 

@@ -311,8 +311,8 @@ def norm_back(
 def heads(
     x_TA: Tensor, counts: tuple[int, int], weights_D: Weights, eps: float, angles: tuple[Tensor, Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """Norm and rotate the heads of queries and of keys, the first columns of `x`, as `layer_loops.heads`; but the norm
-    of both or of neither. The two results are views of one tensor."""
+    """Rotate the heads of queries and of keys (numbers: `counts`), the first columns of `x`, after an RMS norm of both
+    or of neither (`weights_D` None). Returns [T, heads, D] of both: views of one tensor."""
     (rows, stride), (queries, keys), width = x_TA.shape, counts, angles[0].shape[1]
     out, tile = x_TA.new_empty(rows, queries + keys, width), _tile(max(counts), width)
     sizes = {"STRIDE": stride, "QUERIES": queries, "KEYS": keys, "WIDTH": width, "NORMS": weights_D[0] is not None}
@@ -328,8 +328,8 @@ def heads_back(
     angles: tuple[Tensor, Tensor],
     gradients_THD: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Gradients of `x` and of the norms' weights (None without a norm), from those of queries, keys and values, as
-    `layer_loops.heads_back`."""
+    """Gradients of `x` and of the norms' weights (None without a norm), from those of the rotated queries and keys and
+    of the values (`gradients_THD`)."""
     (rows, queries, width), keys, out_TA = gradients_THD[0].shape, gradients_THD[1].shape[1], torch.empty_like(x_TA)
     tile, programs = _tile(max(queries, keys), width), min(rows, _PROGRAMS)
     normed, stride = weights_D[0] is not None, x_TA.shape[1]

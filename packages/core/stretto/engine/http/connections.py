@@ -82,7 +82,8 @@ class Connection(asyncio.Protocol):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def rest(self, most: int = LARGEST_FRAME) -> bytes:
-        """The remaining body of the response. Raises as `read`, and WireError if it has more than `most` bytes."""
+        """The remaining body of the response. Raises EngineLost if the connection breaks or the response is not HTTP,
+        and WireError if the body has more than `most` bytes."""
         parts, size = list[bytes](), 0
         while part := await self.read():
             parts.append(part)

@@ -55,8 +55,8 @@ class GracefulServer(HttpServer):
     """
 
     def __init__(self, app: ASGIApp, work: OpenWork, *, patience: float, signals: bool = True) -> None:
-        """`work`: the open requests of `app`. `patience`: seconds that they have to end after a signal. `signals`: see
-        `HttpServer`."""
+        """`work`: the open requests of `app`. `patience`: seconds that they have to end after a signal. `signals`:
+        whether it handles SIGINT and SIGTERM."""
         config = _config(app, _IDLE_SECONDS, None)
         # Arbitrary clients: many may wait, and idle between two requests.
         super().__init__(config, strangers=_BACKLOG, patience=_IDLE_SECONDS, signals=signals)

@@ -205,7 +205,7 @@ def serve(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = 
 
 
 async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = "", tls: str = "") -> None:
-    """The same as `serve`, in the running event loop; cancelling it stops the server."""
+    """Serve as `serve` does (newest version, then requests), in the running event loop; cancelling stops it."""
     newest = subscriber.newest()
     if newest is not None and newest > engine.version:
         engine.update(newest, subscriber.load(newest))

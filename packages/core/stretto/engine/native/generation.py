@@ -100,7 +100,7 @@ class TokenStream:
         self._wake.set()
 
     def break_off(self, why: str = ENDED) -> None:
-        """End the stream as `refuse` does, with an EngineLost for the reason `why`."""
+        """End the stream: the iterator raises EngineLost with the reason `why`, unless all completions have ended."""
         self.refuse(EngineLost(self._engine, why))
 
     def __aiter__(self) -> TokenStream:
@@ -262,8 +262,9 @@ class Generation:
         return Loaded(self.engine.version, scores)
 
     def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Load weights that the caller has, without a mailbox, as `version`. `tensors` and errors are those of
-        `NativeEngine.update`."""
+        """Load weights that the caller has, without a mailbox, as `version`. `tensors`: as for `NativeEngine.update`.
+        Raises TornPublication if they do not fit the model, RefusedRequest if `version` is older than the version in
+        use."""
         self.engine.update(version, tensors)
         self._work.set()  # an earlier load may have failed halfway
 

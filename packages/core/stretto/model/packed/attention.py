@@ -253,8 +253,8 @@ def attend_packed(query: Tensor, key: Tensor, value: Tensor, packing: Packing, r
 
 
 def attend_tokens(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Compute `attend_packed` of tensors of one dtype that lie token by token: query [T, H, D], key and value [T, K,
-    D]; returns [T, H, D]."""
+    """Compute the causal attention within each sequence of a packed row, from tensors of one dtype that lie token by
+    token: query [T, H, D], key and value [T, K, D]; returns [T, H, D]."""
     plain = rule.dropout == 0.0 and rule.softcap is None and not packing.shares_prefixes
     flash = plain and value_TKD.is_cuda and value_TKD.dtype in _HALF and _flash_takes(value_TKD.shape[-1])
     return (_flash if flash else bucketed)(query_THD, key_TKD, value_TKD, packing, rule)

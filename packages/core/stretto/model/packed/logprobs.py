@@ -350,7 +350,7 @@ def _arguments(packed: PackedTokens) -> dict[str, Any]:
 def _head_logprobs(
     multiply: Callable[[Tensor], Tensor], hidden_NW: Tensor, targets_N: Tensor, sampling: Sampling, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute what `_all_logprobs` does, in one chunk."""
+    """Compute log-probabilities and entropies (None without `entropy`), [N], from hidden states, in one chunk."""
     logits_NV = multiply(hidden_NW)
     if not sampling.filtered:
         return chosen_logprobs(logits_NV, targets_N, entropy=entropy, temperature=sampling.temperature)

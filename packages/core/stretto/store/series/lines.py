@@ -96,7 +96,8 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
 
 
 def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line]:
-    """Yield the complete lines of a file, which is read as it is iterated; otherwise as `read_lines`."""
+    """Yield the complete lines of a file, which is read as it is iterated; none without a file. Raises StoreError at a
+    line that cannot be read, and the other errors of `read_lines`."""
     for line in _each_line(path, decoder):
         if isinstance(line, StoreError):
             raise line

@@ -118,7 +118,7 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
     """Read (steps, evaluations) of a run, each in order; both empty if there is no file. Evaluations of further sets
-    are left out. Raises as `read_lines`."""
+    are left out. Raises StoreError or OSError if a line or the file cannot be read."""
     steps, evaluations = list[StepMetrics](), list[EvaluationLine]()
     for line in iterate_metrics(path):
         if isinstance(line, StepMetrics):
@@ -135,7 +135,7 @@ def iterate_metrics(path: Path) -> Iterator[StepMetrics | EvaluationLine]:
 
 def read_evaluations(path: Path) -> dict[str, list[EvaluationLine]]:
     """Read all evaluations of a run, in order, by the name of their set of questions; "" is the main set. Sets without
-    any have no entry. Raises as `read_lines`."""
+    any have no entry. Raises StoreError or OSError if a line or the file cannot be read."""
     found: dict[str, list[EvaluationLine]] = {}
     for line in iterate_lines(path, METRICS):
         if isinstance(line, SetEvaluationLine | EvaluationLine):

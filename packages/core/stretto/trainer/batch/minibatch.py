@@ -250,7 +250,7 @@ def score_tokens(
 
     `capacity`: most tokens of a forward pass. `device`: where `evaluate` computes; it returns one score per wanted
     token. A path for which `continues` is true gets one score more, of the state after its last token. Raises
-    BoundViolated as `paths_of`."""
+    BoundViolated if a segment's checksum does not match, or a token was sampled without context."""
     paths = [
         path
         for group in batch.groups
