@@ -55,7 +55,7 @@ def read_choices(file: Path, kind: type[T]) -> dict[str, T]:
 
 
 def write_choices(file: Path, choices: dict[str, Any]) -> None:
-    """Replace the file by these choices. Raises OSError if it cannot be written; it stays as it was then."""
+    """Replace the file by these choices. Raises OSError if the file cannot be written; it then stays as it was."""
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     try:
         part.write_bytes(msgspec.json.format(msgspec.json.encode(choices)) + b"\n")

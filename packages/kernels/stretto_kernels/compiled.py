@@ -48,8 +48,8 @@ def abilities() -> str:
 
 
 def written(write: Callable[..., None], arguments: int) -> Any:
-    """Make a function for loops that is generated as LLVM code and returns nothing; None without numba. It takes one
-    tuple of 64-bit integers.
+    """Make a function for loops that is generated as LLVM code and returns nothing; None without numba. The function
+    takes one tuple of 64-bit integers.
 
     Args:
         write: appends the code; called with LLVM's builder and the LLVM values of the integers.

@@ -67,8 +67,8 @@ def _norm_halves(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, w
 
 @inlined
 def rotate_head(head: Any, cos: Any, sin: Any, out: Any, at: Any) -> None:
-    """Write the rotary embedding of `head` to ``out[at:]``. It rotates by halves: sin multiplies (-second half, first
-    half)."""
+    """Write the rotary embedding of `head` to ``out[at:]``. The embedding rotates by halves: sin multiplies (-second
+    half, first half)."""
     half = U(len(head) // 2)
     for d in range(half):
         out[at + d] = head[d] * cos[d] - head[half + d] * sin[d]

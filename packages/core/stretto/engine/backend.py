@@ -111,7 +111,7 @@ class Backend(Protocol):
         """
 
     async def health(self) -> EngineHealth:
-        """Version, queue length and counters."""
+        """The engine's version, queue length and counters."""
 
     def drain_spans(self) -> list[Span]:
         """Times at which the engine was busy, since the last call; each span is returned once."""

@@ -18,7 +18,7 @@ _SHORT = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory"
 
 def take_share(share: float) -> None:
     """Limit the tensors of this process to the fraction `share` of its GPU's memory; other roles use the rest. Call it
-    before the first tensor is created. It also enables expandable segments in torch's allocator, so that batches of
+    before the first tensor is created. Also enables expandable segments in torch's allocator, so that batches of
     different lengths leave no gaps, unless the environment configures the allocator. Does nothing without a GPU."""
     if not torch.cuda.is_available():
         return

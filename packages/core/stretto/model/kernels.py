@@ -42,7 +42,8 @@ def choose(
 
 
 def use_onednn(model: nn.Module, kernels: Sequence[Name] = GENERATION, chooser: Chooser = choose) -> int:
-    """Make every plain `nn.Linear` of the model use its fastest kernel, in place; returns the number of changed layers.
+    """Make every plain `nn.Linear` of the model on the CPU, or the meta device, use its fastest kernel, in place;
+    returns the number of changed layers.
 
     `kernels`: kernels to choose from. If ``columns`` is among them, weights may change their memory layout. `chooser`:
     chooses a kernel for each weight shape.

@@ -141,8 +141,8 @@ class Checkpoints:
 
     def set_aside_after(self, step: int) -> None:
         """Rename all checkpoints after `step` to ``broken-step-...``, or remove them where folders cannot be renamed.
-        For a run that is resumed from `step` because they are broken; they are not checked here. Raises OSError if they
-        can be neither renamed nor removed."""
+        For a run that is resumed from `step` because the later ones are broken, which is not checked here. Raises
+        OSError if one can be neither renamed nor removed."""
         for later in (number for number in self.steps() if number > step):
             path = self.path(later)
             aside = self._folder / f"broken-{path.name}"

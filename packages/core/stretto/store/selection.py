@@ -197,7 +197,7 @@ class SelectionWatch:
 
     def restore(self, group_id: str, members: int, trajectories: Sequence[Trajectory]) -> None:
         """Restore a group that an earlier process has admitted and not trained; its latency stays unknown. Without
-        `trajectories` it is in flight, otherwise judged. `members`: number of its trajectories."""
+        `trajectories` the group is in flight, otherwise judged. `members`: number of its trajectories."""
         if trajectories:
             self._finished[group_id] = _measured(trajectories, None)
         else:

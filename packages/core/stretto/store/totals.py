@@ -139,7 +139,7 @@ class OnRecord(Record, frozen=True):
 
 
 class Category(Record, frozen=True):
-    """One category of the budget: the seconds that all roles together spent for it, and its tokens."""
+    """One category of the goodput budget: the seconds that all roles together spent for it, and its tokens."""
 
     seconds: float
     tokens: int

@@ -76,8 +76,7 @@ class Meter:
         self._steps.append(step)
 
     def valued(self, values: Column, returns: Column) -> None:
-        """Set the critic's values before the step, and their targets, of all ranks' loss tokens:
-        `explained_variance`."""
+        """Set the critic's values before the step, and their targets, of all loss tokens: for `explained_variance`."""
         self._explained = explained_variance(values, returns)
 
     def kl_in_reward(self, divergence: float) -> None:
@@ -85,13 +84,13 @@ class Meter:
         self._kl_in_reward = divergence
 
     def fitted(self, loss: Tensor, step: OptimizerStep) -> None:
-        """Add a step of the critic and its loss over this rank's share."""
+        """Add an optimizer step of the critic, and the critic's loss over this rank's share."""
         self._sums["value_loss"].append(loss)
         self._critic_steps.append(step)
 
     def metrics(self, ranks: Ranks) -> dict[str, float]:
-        """Metrics of the whole step by name, the same on every rank; all ranks must call it. Those that are not finite
-        are left out."""
+        """Metrics of the whole step by name, the same on every rank; all ranks must call it. Metrics that are not
+        finite are left out."""
         steps = [*self._steps, *self._critic_steps]
         measured: dict[str, float] = {"bad_steps": float(sum(not step.taken for step in steps))}
         if norms := [step.grad_norm for step in self._steps if step.taken]:

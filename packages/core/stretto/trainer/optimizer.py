@@ -273,7 +273,7 @@ class Policy(nn.Module):
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
         """Check `model`, set it to evaluation mode, and give its layers faster kernels where there are some; the model
-        is changed in place. One on the meta device is not checked here but by `check`, after it was filled.
+        is changed in place. A model on the meta device is not checked here but by `check`, once it is filled.
 
         Args:
             model: loaded with packed attention.

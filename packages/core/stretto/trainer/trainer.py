@@ -178,8 +178,8 @@ class Trainer:
         self, publisher: Publisher, text: Sequence[int] = (), held: torch.dtype = torch.float32
     ) -> Callable[[], tuple[Canary | None, Span]]:
         """Start to copy the policy as the trainer's own `version`: all parameters, or only the adapters if it has any.
-        Returns a function that publishes the copy by `publisher`, with its errors. It may run in any thread while
-        training continues; the next optimizer step waits only until the copy is complete.
+        Returns a function that publishes the copy by `publisher`, with its errors. That function may run in any thread
+        while training continues; the next optimizer step waits only until the copy is complete.
 
         The function returns a canary and the span of the writing. The canary has the log-probabilities of `text` (token
         ids) and the digests of the tensors, by which engines prove the version; it is None without a text. `held`:
@@ -269,8 +269,8 @@ class Trainer:
         return [each([samples[i] for i in part], ranks=self._ranks, trajectories=trajectories) for part in parts]
 
     def _proximal_logprobs(self, parts: Sequence[Minibatch]) -> list[list[Tensor] | None]:
-        """Proximal log-probabilities of each minibatch, if the loss needs them, else None. None for the first too,
-        which uses its training forward."""
+        """Log-probabilities of each minibatch by the policy before the step, if the loss needs them, else None. None
+        for the first too, whose training forward gives them."""
         needed = self._algorithm.loss.anchor == "recomputed"
         return [self._gradients.evaluated(part) if needed and index else None for index, part in enumerate(parts)]
 

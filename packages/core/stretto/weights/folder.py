@@ -179,11 +179,9 @@ def drop(run: str, folder: Path) -> None:
 
 @contextmanager
 def new_version(run: str, folder: Path, path: Path) -> Iterator[FileIO]:
-    """Context manager: unlink the file `path`, and create and open it anew for all the bytes of a version.
-
-    The file may have the bytes of an old version: write every byte, and `cut` it to its size. Raises OSError if the
-    file cannot be created.
-    """
+    """Context manager: replace the file `path` by one for all the bytes of a version, open for writing: the run's
+    spare, with the bytes of an old version, or an empty file. Write every byte, and `cut` it to its size. Raises
+    OSError if the file cannot be created."""
     path.unlink(missing_ok=True)  # left by an earlier process with this pid, or created by another user
     file = _reused(_spare(run, folder), path) or private_file(path)
     with file:

@@ -144,8 +144,8 @@ class Publication:
     """A version whose tensors are being copied, and which no engine can load yet.
 
     `write` publishes it, and returns the digest of each tensor as written: when it returns, every subscriber can load
-    the version. It may run in any thread. `hold` makes later work on the tensors' device wait for the copies; call it
-    before the tensors change. `size`: bytes of the version; `copied`: bytes of the copies in host memory.
+    the version. `write` may run in any thread. `hold` makes later work on the tensors' device wait for the copies; call
+    it before the tensors change. `size`: bytes of the version; `copied`: bytes of the copies in host memory.
     """
 
     write: Callable[[], Mapping[str, TensorDigest]]
@@ -174,8 +174,8 @@ class Subscriber(Protocol):
         """The newest published version; None before the first."""
 
     def load(self, version: int) -> Mapping[str, Tensor]:
-        """Read and verify `version`; returns its tensors by name, on the CPU. They may become invalid with the next
-        load.
+        """Read and verify `version`; returns its tensors by name, on the CPU. The tensors may become invalid with the
+        next load.
 
         Raises:
             TornPublication: size, names or checksum do not match; nothing was loaded.

@@ -229,7 +229,8 @@ def _sums(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (r, p): the weight of part p of row r, that is the sum of exp(logit - largest logit)."""
+    """Program (r, p): the weight of part p of row r: the sum of exp(logit - largest logit) over the tokens that filters
+    leave."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     divisor, _ = _degree(settings_R5, row)
     top = _top(tops_RP, row, parts, PARTS)

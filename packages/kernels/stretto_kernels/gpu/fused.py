@@ -82,8 +82,8 @@ def _turned(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> Any:
-    """The two halves of a head after its norm, if it has one, and its rotary embedding. It rotates by halves: sin
-    multiplies (-second half, first half)."""
+    """The two halves of a head after its norm, if it has one, and its rotary embedding. The embedding rotates by
+    halves: sin multiplies (-second half, first half)."""
     inside = tl.arange(0, BLOCK)
     real = inside < HALF
     kind = head_D.dtype.element_ty

@@ -70,7 +70,7 @@ class _Layer:
 
 
 def _stacked(dtype: torch.dtype, *groups: Sequence[Tensor]) -> list[Tensor]:
-    """The weights of each group one below the other, in the dtype of computation."""
+    """The weights of each group one below the other, in `dtype`; a single weight of this dtype is returned itself."""
     stacks, parts, weights = list[Tensor](), list[Tensor](), list[Tensor]()
     for group in groups:
         if len(group) == 1 and group[0].dtype is dtype:

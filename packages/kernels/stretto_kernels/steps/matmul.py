@@ -306,7 +306,8 @@ def weight_gradient(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
 
 
 class OneDnnLinear(nn.Linear):
-    """A linear layer that uses its chosen `kernel` on the CPU, and works like `nn.Linear` on other devices."""
+    """A linear layer that uses its chosen `kernel` on the CPU. It works like `nn.Linear` on other devices, for other
+    dtypes, for few tokens, under autocast, and with gradients if the kernel is not ``onednn``."""
 
     kernel: Kernel
 

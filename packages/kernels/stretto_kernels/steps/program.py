@@ -256,8 +256,8 @@ class _Writer:
         return of._replace(head=shape[3] if len(shape) == 4 else 0)
 
     def _value(self, node: Node, turned: bool = False) -> _Value:
-        """The value of a node; after the last attention, that of the last rows. `turned`: it is wanted as [1, H, T, D].
-        Raises _UnknownCallError if the program has no such value."""
+        """The value of a node; after the last attention, that of the last rows. `turned`: the value is wanted as [1, H,
+        T, D]. Raises _UnknownCallError if the program has no such value."""
         found = self._values.get(node)
         if not isinstance(found, _Value) or found.turned != turned:
             raise _UnknownCallError(f"the input {node}")

@@ -116,13 +116,13 @@ class HttpEngine:
         self, arrived: Sequence[Completion], asked: Mapping[str, GenerateRequest], had: set[tuple[str, int]]
     ) -> None:
         """Check what an untrusted engine sent; does nothing here: an engine on this machine is trusted. `arrived`:
-        completions that came together; `asked`: requests by id; `had`: a set for a subclass to keep, one per
-        `generate`."""
+        completions that came together; `asked`: requests by id; `had`: (request, member) of those before, for a
+        subclass to keep."""
 
     async def _part(self, connection: Connection, awaited: str) -> bytes:
         """The next bytes of a reply, empty at its end. A completion may take any time as long as the engine computes
-        tokens, for it or for others, since the length of each completion is limited. `awaited`: what the error names
-        as overdue."""
+        tokens, for it or for others, since the length of each completion is limited. Raises DeadlineExceeded if it
+        computes none for `answer_seconds`; `awaited`: what the error names as overdue."""
         with suppress(DeadlineExceeded):  # most completions end before the engine's health must be asked for
             async with deadline(self._owner, awaited, self._answer_seconds / _LOOKS):
                 return await connection.read()

@@ -89,8 +89,8 @@ class Completions:
         return bool(member.request.prefixes) and self._resume(row, member.request.prefixes[member.index])
 
     def _resume(self, row: int, prefix: Segment) -> bool:
-        """Append a segment that another engine or an earlier process sampled, and continue after it; returns whether it
-        has ended. Does nothing for an empty segment."""
+        """Append a segment that another engine or an earlier process sampled, and continue after it; returns whether
+        the completion has ended. Does nothing for an empty segment."""
         if not prefix.length:
             return False
         token_ids = prefix.token_ids

@@ -325,7 +325,7 @@ class NativeEngine:
         return found
 
     def health(self) -> EngineHealth:
-        """Version, queue length and counters."""
+        """The engine's version, queue length and counters."""
         return EngineHealth(
             version=self.version,
             running=len(self._scheduler.members),

@@ -194,8 +194,8 @@ class Generation:
             yield stream
 
     def submit(self, request: GenerateRequest, listener: FrameListener | TokenStream, *, every_token: bool) -> None:
-        """Submit a request; `listener` gets its completions until `close` is called. `every_token`: it also gets each
-        token in the step that samples it, unless the request continues prefixes.
+        """Submit a request; `listener` gets its completions until `close` is called. `every_token`: the listener also
+        gets each token in the step that samples it, unless the request continues prefixes.
 
         Raises:
             RefusedRequest: the request is invalid, or its id is in use.

@@ -225,7 +225,7 @@ class LengthBuckets:
         bucket.free(slot)
 
     def release(self, row: int) -> None:
-        """Free the slot of a row, which must have one."""
+        """Free the slot of a row, which must have one. After the last row all buckets are reset."""
         bucket, slot = self._places.pop(row)
         bucket.free(slot)
         if not self._places:

@@ -259,8 +259,8 @@ def check_replaceable(path: Path, known: Iterable[str] = ()) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Context manager: yields a new temporary folder beside `path`. It replaces `path` if the block ends without an
-    error, and is removed otherwise. An OSError without a file name gets `path` as its file name."""
+    """Context manager: yields a new temporary folder beside `path`. The folder replaces `path` if the block ends
+    without an error, and is removed otherwise. An OSError without a file name gets `path` as its file name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")

@@ -242,7 +242,8 @@ class TokenTally:
 
 def step_columns(batch: Batch, committed: float) -> tuple[object, ...]:
     """Return the columns of the table ``steps``, in order, for a batch that is about to be trained on; those of the
-    update are None. They include the staleness histogram of its tokens. `committed`: time of the commit (`time.time`).
+    update are None. The columns include the staleness histogram of the batch's tokens. `committed`: time of the commit
+    (`time.time`).
 
     Raises:
         BoundViolated: a token was sampled by a version newer than the one that is trained (`batch.version`).

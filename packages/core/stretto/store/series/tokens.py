@@ -68,7 +68,7 @@ class TokenFiles:
 
     def write(self, step: int, lengths: Mapping[str, int], tokens: SampledTokens) -> None:
         """Write the file of a step, completely or not at all, replacing an earlier one; then remove the oldest files,
-        this one too, until the rest is small enough. It is not synced to disk: that would delay the ledger.
+        this one too, until the rest is small enough. The file is not synced to disk: that would delay the ledger.
 
         Args:
             lengths: number of sampled tokens of each trajectory, by id.

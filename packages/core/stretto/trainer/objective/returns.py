@@ -63,7 +63,7 @@ def terminal(reward: float, tokens: int, places: Whole, decay: float) -> Doubles
     """The discounted terminal reward at each token index t of `places`, in a completion of `tokens` tokens:
     decay^(tokens - 1 - t) reward.
 
-    It equals `gae` without a critic (all values 0) with gamma lam = decay.
+    The result equals `gae` without a critic (all values 0) with gamma lam = decay.
 
     >>> terminal(8.0, tokens=3, places=range(3), decay=0.5).tolist()
     [2.0, 4.0, 8.0]

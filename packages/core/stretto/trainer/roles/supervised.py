@@ -42,8 +42,8 @@ def fine_tune(
     seed: int,
     progress: Callable[[SupervisedProgress], None] = lambda _: None,
 ) -> None:
-    """Train `model` in place for `config.steps` steps. It must be loaded with packed attention. `progress` is called
-    after each step; its `seconds` are 0.
+    """Train `model` in place for `config.steps` steps. The model must be loaded with packed attention. `progress` is
+    called after each step; its `seconds` are 0.
 
     Each pass over the demonstrations is in a new order that depends on `seed` alone.
 
