@@ -126,8 +126,8 @@ def _move(mixed: Any, scale: Any, out: Any, index: Any, row: Any, half: Any) -> 
 
 @inlined
 def _head(place: Any, r: Any, heads: Any, k: Any, group: Any) -> Any:
-    """Index, among all heads of all tokens, of query `r` of a sequence and key head `k`: `group` heads of each
-    token."""
+    """Index, in [T, H] flattened, of query `r` of key head `k` in a sequence; `r` counts the sequence's own tokens, and
+    the `group` query heads of each."""
     return _token(place, place[2] + r // group) * heads + k * group + r % group
 
 
@@ -185,8 +185,9 @@ def _attend(
 
 @inlined
 def _slopes(scores: Any, changes: Any, told: Any, along: Any, count: Any) -> None:
-    """Overwrite the first `count` scores by weights, and the gradient of weights, `changes`, by that of scores; the
-    rest by zeros. `told`: logarithm of the softmax's denominator. `along`: see `_along`."""
+    """Softmax backward of one query: overwrite its first `count` scores by weights, and `changes`, the gradient of
+    weights, by that of scores; the rest by zeros. `told`: logarithm of the softmax's denominator. `along`: from
+    `_along`."""
     for j in range(count):
         scores[j] = exp(scores[j] - told)
         changes[j] = scores[j] * (changes[j] - along)
@@ -197,7 +198,7 @@ def _slopes(scores: Any, changes: Any, told: Any, along: Any, count: Any) -> Non
 
 @inlined
 def _along(out: Any, index: Any, back: Any, head: Any, half: Any) -> Any:
-    """The dot product of a query's output with its gradient. `head`: memory for the output."""
+    """The dot product of a query's output (head `index` of `out`) with its gradient `back`. `head`: memory for it."""
     total = F(0.0)
     load(out, U(index * len(back)), head, half)
     for d in range(U(len(back))):

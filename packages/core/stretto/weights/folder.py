@@ -76,12 +76,14 @@ def remove(run: str, folder: Path) -> int:
 
 
 def held(run: str, folder: Path, holder: str) -> Path:
-    """Common beginning of the paths of the files by which `holder` keeps versions (`SharedMemorySubscriber.hold`)."""
+    """Common beginning of the paths of files by which `holder` (name of an engine's folder) keeps versions from being
+    reused."""
     return folder / f"{prefix(run)}{holder}-"
 
 
 def release(run: str, folder: Path, holder: str) -> int:
-    """Unlink the files by which `holder`, which has ended, keeps versions alive; returns their number."""
+    """Unlink the files by which `holder` (name of an engine's folder), which has ended, keeps versions; returns their
+    number."""
     return unlink(folder.glob(f"{held(run, folder, holder).name}*.held"))
 
 

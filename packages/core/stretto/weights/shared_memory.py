@@ -169,9 +169,9 @@ class SharedMemorySubscriber:
         return {name: _view(raw, start, entry) for name, entry in manifest.tensors.items()}
 
     def hold(self, version: int, holder: str) -> Path:
-        """Verify `version`, give its safetensors file a second name (a hard link) for `holder`, and return that path.
-        The file stays until `holder` holds another version or is released (`weights.folder.release`), even if newer
-        versions are published.
+        """Verify `version`, give its safetensors file a second name (a hard link) for `holder` (name of an engine's
+        folder), and return that path. The file stays until `holder` holds another version or is released
+        (`weights.folder.release`), even if newer versions are published.
 
         Raises:
             TornPublication: size, version or checksum do not match.

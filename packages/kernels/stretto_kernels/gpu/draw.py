@@ -113,8 +113,9 @@ def _narrowed(
     WAYS: tl.constexpr,
     PARTS: tl.constexpr,
 ) -> Any:
-    """The range of a row after a round: its lowest number, which leaves enough; the number after its last; and how many
-    tokens, or how much weight, are wanted. `parts`: number of parts of a row; `PARTS`: rounded up to a power of two."""
+    """The range of possible cutoffs of a row after a round: its lowest number, which leaves enough; the number after
+    its last; and how many tokens, or how much weight, are wanted. `parts` of a row; `PARTS`: rounded up to a power of
+    two."""
     low, high = tl.load(ranges_R3 + row * 3).to(tl.int64), tl.load(ranges_R3 + row * 3 + 1).to(tl.int64)
     wanted = tl.load(ranges_R3 + row * 3 + 2)
     places_P, ways_K = tl.arange(0, PARTS), tl.arange(0, WAYS)
@@ -157,8 +158,9 @@ def _narrow(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (r, p): how much part p of row r leaves above each number to try: tokens, or without `COUNT` their
-    weight. The range is that of the round before; the first one is everything from the row's cutoff so far."""
+    """A round of the search for cutoffs. Program (r, p): how much of part p of row r is at least each number to try:
+    tokens, or without `COUNT` their weight. The range is that of the round before, at first all from the row's cutoff
+    so far."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     top = _top(tops_RP, row, parts, PARTS)
     wanted = _wanted(settings_R5, row, size, COUNT)

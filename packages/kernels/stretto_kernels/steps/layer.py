@@ -90,7 +90,7 @@ def _computed(device: str) -> torch.dtype:
 
 
 def _loops(tensor: Tensor) -> ModuleType:
-    """The operations between products, for the device of a tensor."""
+    """The module with the operations between matmuls, for a tensor's device: CPU loops or GPU kernels."""
     return gpu_loops if tensor.is_cuda else loops
 
 

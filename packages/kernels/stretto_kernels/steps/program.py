@@ -68,7 +68,8 @@ class _UnknownCallError(Exception):
 
 
 class _Value(NamedTuple):
-    """A value of a trace: at a place, `width` numbers for each token, or for each of the last rows."""
+    """A value of a trace, at `place` in the table of addresses: `width` numbers for each token, or each of the last
+    rows."""
 
     place: int
     width: int
@@ -78,7 +79,7 @@ class _Value(NamedTuple):
 
 
 class _Attention(NamedTuple):
-    """An attention as Python calls it."""
+    """An attention, for steps in which Python computes it or a part of it in place of the loop."""
 
     layer: int
     rule: Rule
@@ -87,7 +88,7 @@ class _Attention(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A product by a kernel of torch's or oneDNN's."""
+    """A product that Python computes, by a kernel of torch's or oneDNN's."""
 
     multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     x: _Value
@@ -388,7 +389,7 @@ class _Program:
             self._versions = versions
 
     def _look_at_positions(self, end: int) -> None:
-        """Compute the angles of positions below `end` if some are missing."""
+        """Compute the rotary angles of positions below `end` if some are missing."""
         if end > self._known and self._angle_places:
             known = max(_FIRST_ANGLES, 1 << int(end - 1).bit_length())
             found = self._angles(positions=torch.arange(known)[None], tokens=known)

@@ -110,8 +110,9 @@ class TableSteps:
         self._coming = positions, self._numbers(positions)
 
     def _numbers(self, newest: Ints, step: DecodeStep | None = None) -> list[Ints]:
-        """Return the table "writes", then for each window the table "chunks" and its bounds. `newest`: position of each
-        row's newest token. `step`: a step, for its contexts; None: the step has no tokens but these."""
+        """Return the table of entries to write, then for each window the table of chunks to read, and its bounds.
+        `newest`: position of each row's newest token. `step`: a step, for its contexts; None: the step has no tokens
+        but these."""
         rows, start, entering = len(newest), *((step.start, step.entering) if step is not None else (0, ()))
         own = np.stack([np.arange(start, start + rows), np.arange(rows), newest])
         if entering:
@@ -124,8 +125,8 @@ class TableSteps:
         return numbers
 
     def _places(self, buckets: Sequence[Bucket], rows: int) -> list[Ints]:
-        """Return the tables "rows" and "layers". They are computed again only if rows have changed their buckets, or a
-        bucket its memory."""
+        """Return the tables of the rows' slots and of the layers' offsets (`_layers`). Both are computed again only if
+        rows have changed their buckets, or a bucket its memory."""
         now = _Places(rows, [bucket.addresses for bucket in buckets], [len(bucket.owners) for bucket in buckets])
         if self._held is None or not self._held[0].same(now):
             nobodys = slots_of(self._nobodys[0], self._nobodys[1], 1, self._buckets)
@@ -135,8 +136,9 @@ class TableSteps:
         return self._held[1]
 
     def _layers(self, addresses: Sequence[Sequence[int]]) -> Ints:
-        """Return the table "layers", [Z, B, 2], in bytes. `addresses`: `Bucket.addresses` of each bucket in use; unused
-        buckets have zeros. So has the last bucket, the scratch slot, which all layers share."""
+        """Return the bytes from layer 0's keys, and values, to each layer's, [Z, B, 2]. `addresses`: `Bucket.addresses`
+        of each bucket in use; unused buckets have zeros. So has the last bucket, the scratch slot, which all layers
+        share."""
         layers = np.zeros((self._layout.layers, self._buckets + 1, 2), np.int64)
         for at, own in enumerate(addresses):
             layers[:, at] = np.array(own).reshape(-1, 2) - np.array(own[:2])

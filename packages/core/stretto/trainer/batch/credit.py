@@ -113,8 +113,8 @@ def _whole(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> Rewa
 
 
 def _turns(config: AlgorithmConfig, longest: int, path: ScoredPath) -> Iterator[tuple[_Place, _Unit]]:
-    """Yield (root and number of the turn on the path, estimator input) of each turn that belongs to this path. The
-    reward of a turn includes the rewards of later turns, less the KL of their tokens."""
+    """Yield (root (`root_of`) and number of the turn on the path, estimator input) of each turn that belongs to this
+    path. The reward of a turn includes the rewards of later turns, less the KL of their tokens."""
     ends = list(accumulate((turn.tokens for turn in path.path.turns), initial=0))
     rewards, every = _rewards(config, longest, path), np.asarray(path.trained, np.int64)
     for turn, (start, end) in enumerate(pairwise(ends)):
