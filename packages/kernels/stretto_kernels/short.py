@@ -38,7 +38,8 @@ _CHUNK = 96
 
 
 def _write_block(builder: Any, *places: Any, vectors: int, adds: bool) -> None:
-    """Generate the LLVM code of a product of `_ROWS` rows and `vectors` vectors of columns."""
+    """Generate the LLVM code of a product of `_ROWS` rows and `vectors` vectors of columns. `places`: the eight
+    arguments of `_wide`; `adds`: the product is added to what is at `out`."""
     x, stride, step, matrix, matrix_stride, depth, out, out_stride = places
     kind = code.ir.VectorType(code.ir.FloatType(), LANES)
     inputs, outs = rows_at(builder, x, stride, _ROWS), rows_at(builder, out, out_stride, _ROWS)

@@ -96,8 +96,8 @@ def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callabl
 
     Args:
         ending: reads the ending from the ledger; None: there is none.
-        log: reads the end of the log, as text; "" if there is none. Neither is called for a run that is running, and
-            errors of both are raised unchanged.
+        log: reads the end of the log, as text; "" if there is none. Neither is called for a branch or a running run,
+            and errors of both are raised unchanged.
     """
     if lock.is_held(folder):
         return Condition("running")

@@ -277,9 +277,9 @@ class _Step:
         return copies * self.shape.embedding * self.item if self.trains_all else 0
 
     def _ends(self, *, at_head: bool) -> int:
-        """Bytes of the output matrix. `at_head`: while it is computed, it is gathered, with its gradient. Later only
-        its gradient is in transit to other ranks; a tied matrix stays gathered, with its gradient. On a single rank the
-        gradient of a tied matrix waits, in float32, for that of the embedding."""
+        """Bytes of the output matrix and its gradients: while the logits are computed (`at_head`), the matrix is
+        gathered. Later only its gradient is in transit to other ranks; a tied matrix stays gathered, with its gradient.
+        On a single rank the gradient of a tied matrix waits, in float32, for that of the embedding."""
         if self.ranks == 1 and at_head:
             return (self.shape.embedding * self.item if self.item < _MASTER else 0) + self._head_gradient(2)
         if self.ranks == 1:

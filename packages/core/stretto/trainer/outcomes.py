@@ -60,8 +60,8 @@ class TokenMeter:
         self._columns.append(torch.stack([trainer, loss.ratio, advantages, outcomes(loss)], dim=1))
 
     def gathered(self, ranks: Ranks, parts: Sequence[Minibatch], batch: Batch) -> TrainedTokens:
-        """The collected tokens of the step, whose minibatches are `parts`, the same on every rank; all ranks must call
-        it."""
+        """The collected tokens of the step, the same on every rank; no numbers if none were collected. `parts`: the
+        minibatches of the step. All ranks must call it."""
         order = [sample for share in range(ranks.shares) for part in parts for sample in part.divided[share]]
         if not self._columns:  # on any rank: all have as many micro-batches
             return TrainedTokens(batch, order, torch.empty(0, _NUMBERS))

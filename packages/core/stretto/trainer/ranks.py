@@ -73,16 +73,16 @@ class Ranks:
         return zeros_on_host(tensor)
 
     def broadcast(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers, on every rank. Uses the second group."""
+        """Rank 0's numbers, on every rank. Uses `second_group`."""
         return list(numbers)
 
     def all_reduce_number(self, number: int) -> int:
-        """The sum of `number` over the ranks. Uses the second group."""
+        """The sum of `number` over the ranks. Uses `second_group`."""
         return number
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Gather on rank 0 a tensor that is sharded on the CPU, and return the full one there; other ranks get it too,
-        or `tensor` back. Uses the second group."""
+        or `tensor` back. Uses `second_group`."""
         return tensor
 
     def scatter(self, whole: Tensor | None, tensor: Tensor) -> None:

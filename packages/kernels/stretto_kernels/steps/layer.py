@@ -40,7 +40,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
 
 @dataclass(frozen=True)
 class _Layer:
-    """Sizes and settings of a fused layer, for both of its parts."""
+    """Sizes and settings of a fused layer, which `_Before` and `_After` share."""
 
     heads: int
     kv_heads: int
