@@ -285,8 +285,8 @@ def norm_back(
     *,
     copied: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of x once more (if `copied`, in the dtype of computation), and of the weight, from the gradient
-    of x's norm. `beside_TN`: another gradient of x, which is added; None: none."""
+    """Gradients of x, of x again (in the dtype of computation if `copied`, else the same tensor), and of the weight,
+    from the gradient of x's norm. `beside_TN`: another gradient of x, which is added; None: none."""
     (rows, width), half, out = x_TN.shape, is_half(gradient_TN), torch.empty_like(x_TN)
     parts = parts_of(rows, width)
     sums = x_TN.new_zeros(parts, width)

@@ -150,7 +150,7 @@ UNCHANGED = Sampling(max_tokens=1)
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """Result of an optimizer step. `grad_norm`: the global gradient norm before clipping. `taken`: whether it was
+    """Result of an optimizer step. `grad_norm`: the global gradient norm before clipping. `taken`: whether the norm was
     finite; otherwise the step was skipped."""
 
     grad_norm: float
@@ -273,7 +273,7 @@ class Policy(nn.Module):
         self, model: PreTrainedModel, config: OptimizerConfig, sampling: Sampling, ranks: Ranks = ALONE
     ) -> None:
         """Check `model`, set it to evaluation mode, and give its layers faster kernels where there are some; the model
-        is changed in place. A model on the meta device is not checked here but by `check`, once it is filled.
+        is changed in place. A model on the meta device keeps its kernels, and is checked by `check`, once it is filled.
 
         Args:
             model: loaded with packed attention.

@@ -200,8 +200,8 @@ def cut(file: FileIO, size: int) -> None:
 
 
 def _reused(spare: Path, path: Path) -> FileIO | None:
-    """Rename the file `spare` to `path` and open it for writing, with a lease; None if there is no spare, or somebody
-    may still read it; then neither file is left."""
+    """Rename the file `spare` to `path` and open it for writing, with a lease; None if there is no spare of this user,
+    or somebody may still read it: then neither file is left."""
     with contextlib.suppress(FileNotFoundError, PermissionError):  # or it is another user's
         spare.rename(path)
         with contextlib.suppress(OSError), contextlib.ExitStack() as undo:  # it is a link that somebody put there

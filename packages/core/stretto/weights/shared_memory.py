@@ -158,7 +158,7 @@ class SharedMemorySubscriber:
         Writes to the views are visible to this process alone (the mapping is private).
 
         Raises:
-            TornPublication: size, version or checksum do not match; nothing was loaded.
+            TornPublication: size, version or checksum do not match, or the file is another user's; nothing was loaded.
             WireError: the version is not available, or no longer; call `newest` again.
         """
         try:
@@ -174,7 +174,7 @@ class SharedMemorySubscriber:
         (`weights.folder.release`), even if newer versions are published.
 
         Raises:
-            TornPublication: size, version or checksum do not match.
+            TornPublication: size, version or checksum do not match, or the file is another user's.
             WireError: the version is not available, or no longer; call `newest` again. After either error, `holder`
                 keeps the version that it held before.
         """

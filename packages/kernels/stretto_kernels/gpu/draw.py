@@ -130,8 +130,8 @@ def _narrowed(
 
 @kernel
 def _wanted(settings_R5: tl.tensor, row: tl.tensor, size: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """Setting of a row's top-k (`COUNT`), a number of tokens, or of its top-p, minus a share of their weight; 0: no
-    such filter."""
+    """A row's top-k (`COUNT`), a number of tokens, or its top-p, the negative of a share of their weight; 0: no such
+    filter."""
     if COUNT:
         wanted = tl.minimum(tl.load(settings_R5 + row * 5 + 2), size.to(tl.float64))
     else:

@@ -178,7 +178,8 @@ def _heads_back(
     BLOCK_D: tl.constexpr,
 ) -> None:
     """Program (p, b) writes the gradient of a block of heads (queries, then keys, then values) of some tokens to `out`,
-    which is laid out as x, and its part of the weight's gradient to its row of `sums`. That of values is copied."""
+    which is laid out as x, and its part of the weight's gradient to its row of `sums`. The gradient of values is
+    copied."""
     HALF: tl.constexpr = WIDTH // 2
     BLOCKS: tl.constexpr = (QUERIES + BLOCK_H - 1) // BLOCK_H  # of queries
     OTHERS: tl.constexpr = (KEYS + BLOCK_H - 1) // BLOCK_H  # of keys, and of values
@@ -296,8 +297,8 @@ def norm_back(
     *,
     copied: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of x, of x once more (if `copied`, in the dtype of computation), and of the weight, from the gradient
-    of x's norm. `beside_TN`: another gradient of x, which is added; None: none."""
+    """Gradients of x, of x again (in the dtype of computation if `copied`, else the same tensor), and of the weight,
+    from the gradient of x's norm. `beside_TN`: another gradient of x, which is added; None: none."""
     (rows, width), out = x_TN.shape, torch.empty_like(x_TN)
     programs = min(rows, _PROGRAMS)
     sums = x_TN.new_empty(programs, width)

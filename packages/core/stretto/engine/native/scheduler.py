@@ -222,8 +222,8 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Check that every row is exactly one of free, pending and running, that every open completion is counted once,
-        and that the cache holds exactly the running rows, within its limit. Raises BoundViolated, which names the
-        contradiction, otherwise."""
+        that the cache holds exactly the running rows, within its limit, and that no pending row is older than a running
+        one. Raises BoundViolated, which names the contradiction, otherwise."""
         rows = sorted([*self._free, *self._pending, *self._running])
         if rows != list(range(self._rows)):
             raise BoundViolated(f"the {self._rows} rows are not each in one place: {rows}")

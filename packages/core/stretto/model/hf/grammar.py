@@ -107,8 +107,8 @@ class Grammars:
 
     def check(self, text: str, stop_token_ids: Sequence[int]) -> None:
         """Compile a grammar, unless it is among the last 512 compiled, and check that a completion can follow it.
-        Raises RefusedRequest if the grammar cannot be compiled or followed; or an end-of-sequence token, with which a
-        completion ends where its grammar ends, is not in `stop_token_ids`."""
+        Raises RefusedRequest if there is a `problem`; the grammar cannot be compiled or followed; or an
+        end-of-sequence token, with which a completion ends where its grammar ends, is not in `stop_token_ids`."""
         if self.problem:
             raise RefusedRequest(_FIELD, "a grammar", f"none: {self.problem}")
         ends = set(self._vocabulary.eos_tokens)
