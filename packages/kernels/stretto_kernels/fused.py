@@ -33,8 +33,8 @@ def inverse_norm(numbers: Any, eps: Any) -> Any:
 
 @compiled
 def _norm(x: Any, y: Any, weight: Any, total: Any, out: Any, rows: Any, width: Any, eps: Any) -> None:
-    """RMS norm of x + y, row by row. All tensors are given by address; `y` 0: nothing is added, and `total` must be
-    `x`."""
+    """Write x + y to `total`, and its RMS norm to `out`, row by row. All tensors are given by address; `y` 0: nothing
+    is added, and `total` must be `x`."""
     size = rows * width
     xs, ys, totals, outs = floats(x, size), floats(y, size), floats(total, size), floats(out, size)
     weights = floats(weight, width)

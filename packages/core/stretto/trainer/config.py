@@ -135,7 +135,8 @@ class TrainerConfig(OptimizerConfig):
 
 
 class CriticConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """`[algorithm.advantages.critic]`: settings of the value model; others are those of the policy's optimizer."""
+    """`[algorithm.advantages.critic]`: settings of the value model; its other settings are those of the policy's
+    optimizer."""
 
     learning_rate: float = Field(1e-4, gt=0, le=1, description="peak learning rate; schedule as the policy's")
     clip: float = Field(0.2, gt=0, description="clip range of a value around its value before the step")

@@ -60,9 +60,9 @@ class Meter:
             self._sums["entropy"].append(entropy.detach().sum())
 
     def compared(self, micro: MicroBatch, proximal_logprobs: Tensor) -> None:
-        """Add the differences between the log-probabilities of engines and trainer, for tokens of the version before
-        the step whose context this version has computed too (`MicroBatch.mixed`). `proximal_logprobs`: [N], by the
-        trainer before the step."""
+        """Add the absolute differences between the log-probabilities of engines and trainer, for tokens of the version
+        before the step whose context this version has computed too (`MicroBatch.mixed`). `proximal_logprobs`: [N], by
+        the trainer before the step."""
         on_policy = micro.staleness == 0 if micro.mixed is None else (micro.staleness == 0) & ~micro.mixed
         difference = (micro.behavior_logprobs - proximal_logprobs).abs().masked_fill(~on_policy, 0.0)
         sums_S = micro.sequences.sums(torch.stack([difference, on_policy.to(difference.dtype)], dim=1))
@@ -114,8 +114,8 @@ class Meter:
         return {name: value for name, value in measured.items() if math.isfinite(value)}
 
     def agreement(self, ranks: Ranks, engines: Sequence[str]) -> tuple[Agreement, ...]:
-        """Mean difference of each engine's log-probabilities from the trainer's, for tokens sampled by the version
-        before the step; engines without such tokens are left out. `engines`: all engines of the batch, the same on
+        """Mean absolute difference of each engine's log-probabilities from the trainer's, over the tokens that
+        `compared` counts; engines without such tokens are left out. `engines`: all engines of the batch, the same on
         every rank. All ranks must call it."""
         own = {name: [0.0, 0.0] for name in engines}
         for names, sums_S in self._by_sequence:

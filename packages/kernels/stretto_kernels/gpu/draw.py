@@ -349,8 +349,8 @@ def draw_on_device(
 
 
 def _launched(logits_RV: Tensor, settings_R5: Tensor, filters: tuple[bool, ...]) -> Tensor:
-    """Launch the kernels of a draw; returns [R, 2]. `filters`: whether a row has filters; and if so, whether one has
-    top-k, and top-p."""
+    """Launch the kernels of a draw; returns token and log-probability of each row, [R, 2]. `filters`: whether a row has
+    filters; and if so, whether one has top-k, and top-p."""
     count, size = logits_RV.shape
     block = min(_BLOCK, triton.next_power_of_2(size))
     parts = triton.cdiv(size, block)

@@ -239,8 +239,8 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 def fusible(model: PreTrainedModel) -> bool:
-    """Whether layers of the model may be fused: not on devices without compiled loops or Triton kernels, with
-    parameters on other devices, for dtypes other than float32, and with a soft cap or no rotary embedding."""
+    """Whether layers of the model may be fused: not without compiled loops or Triton kernels for its device, nor with
+    parameters on other devices, a dtype other than float32, a soft cap, or no rotary embedding."""
     width = model.config.get_text_config().hidden_size
     ours = computes(model.device, model.dtype) or gpu_loops.computes(model.device, width)
     elsewhere = any(one.untyped_storage().device != model.device for one in model.parameters())
@@ -270,8 +270,8 @@ def fuse(model: PreTrainedModel, layers: Iterable[nn.Module], attend: Attend, pr
 
 
 def _made_up(shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Random weights, by name, with which each operation of a layer shows in the result. Those of a new model may be
-    zero, or so small that a layer without rotary embedding gives the same."""
+    """Random weights, by name, with which each operation of a layer shows in the result. The weights of a new model may
+    be zero, or so small that a layer without rotary embedding gives the same."""
     chance = torch.Generator().manual_seed(1)
     made = {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
     return {name: one if one.dim() == 1 else one.mul_(one.shape[1] ** -0.5) for name, one in made.items()}

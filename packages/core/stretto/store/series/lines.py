@@ -108,8 +108,8 @@ def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[
     """Rewrite the file with only the records for which `keep` returns True (it may be called twice for a record). A
     file that has no others stays as it is; one that does not exist is not created.
 
-    Unreadable lines are dropped, with a warning. A file that cannot be written stays as it is, with a warning. One line
-    is in memory at a time: a long run has hundreds of thousands.
+    Unreadable lines are dropped, with a warning, and an incomplete last line without one. A file that cannot be written
+    stays as it is, with a warning. One line is in memory at a time: a long run has hundreds of thousands.
     """
     if not path.exists():
         return

@@ -42,7 +42,7 @@ class Sequences:
 
     @classmethod
     def of(cls, lengths_S: Tensor) -> Sequences:
-        """Make it from the number of loss tokens of each sequence, [S] int64."""
+        """Make the assignment from the number of loss tokens of each sequence, [S] int64."""
         order_S = lengths_S.new_ones(lengths_S.shape).cumsum(0) - 1
         return cls(order_S.repeat_interleave(lengths_S), lengths_S)
 
