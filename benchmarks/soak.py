@@ -74,7 +74,7 @@ _PART = 10  # minutes
 _EVERY = 60.0  # seconds from fault to fault
 _LOOK_SECONDS, _POLL_SECONDS = 2.0, 0.5
 _TAIL = 1 << 17  # bytes at the end of metrics.jsonl, with a step among them
-_FIRST_OF_ALL = 10_000  # number in the tally of kills of the soak's first minute: runs have those below
+_FIRST_OF_ALL = 10_001  # number in the tally of kills of the soak's first minute: runs have those below
 
 
 @dataclass(frozen=True)
@@ -349,14 +349,15 @@ def show(tally: Tally) -> None:
     print(conclusion(tally), flush=True)
 
 
-def as_kills(part: Part) -> Part:
-    """The faults of a part of the soak, as a part of the tally of all kills."""
+def as_kills(part: Part, kills: Tally) -> Part:
+    """The faults of a part of the soak, as the next part of the tally of all kills: a soak that is done again adds to
+    those of the one before."""
     names = {*FAULTS, "faults", "while starting", "by a resume", "checks"}
     counts = {name: count for name, count in part.counts.items() if name in names}
     counts |= {"in turn": counts["faults"]}
     seen = {"of": f"the soak, minutes {part.first} to {part.last}: in turn, a minute apart", "recipe": RECIPE.name}
-    first, last = part.first + _FIRST_OF_ALL, part.last + _FIRST_OF_ALL
-    return replace(part, first=first, last=last, counts=counts, seen=seen)
+    first = max(kills.next, _FIRST_OF_ALL)
+    return replace(part, first=first, last=first + part.last - part.first, counts=counts, seen=seen)
 
 
 def main() -> None:
@@ -379,7 +380,7 @@ def main() -> None:
                 soak = Soak(going, laboratory, run_dir, words.hang, turn)
                 for _ in range(round(words.hours * 60 / _PART)):
                     part = soak.part(read(words.add, "soak").next)
-                    add(words.kills, "kills", as_kills(part))
+                    add(words.kills, "kills", as_kills(part, read(words.kills, "kills")))
                     show(add(words.add, "soak", part))
             broken = soak.check()
     show(read(words.add, "soak"))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import Generation
+from stretto.engine.native.generation import Feed, Generation
 from stretto.engine.native.parameters import Prover, joined
 from stretto.model.decode.policy import DecodePolicy
 from stretto.model.packed import logprobs as packed
@@ -105,17 +105,18 @@ class Pair:
 
     async def scored(self, during: Any = lambda steps: None) -> tuple[list[tuple[float, ...]], int]:
         """Its numbers, and the tokens that were sampled for a stream meanwhile; `during` gets their number."""
-        running = asyncio.create_task(self.generation.run())
+        running, feed = asyncio.create_task(self.generation.run()), Feed("engine-0")
         try:
-            with self.generation.streaming([request("a", max_tokens=150, stop_token_ids=())]):
-                while not (begun := self.engine.health().generated):
-                    await asyncio.sleep(0)
-                scoring = asyncio.create_task(self.generation.score([TEXT]))
-                while not scoring.done():
-                    during(self.engine.health().generated - begun)
-                    await asyncio.sleep(0)
-                return await scoring, self.engine.health().generated - begun
+            self.generation.submit_to(feed, [request("a", max_tokens=150, stop_token_ids=())], every_token=False)
+            while not (begun := self.engine.health().generated):
+                await asyncio.sleep(0)
+            scoring = asyncio.create_task(self.generation.score([TEXT]))
+            while not scoring.done():
+                during(self.engine.health().generated - begun)
+                await asyncio.sleep(0)
+            return await scoring, self.engine.health().generated - begun
         finally:
+            self.generation.end(feed)
             running.cancel()
 
 

@@ -32,7 +32,7 @@ from stretto.engine.http.client import HttpEngine
 from stretto.engine.http.connections import Connections
 from stretto.engine.http.server import run_server, serve
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import Generation
+from stretto.engine.native.generation import Feed, Generation
 from stretto.engine.wire import Refusal
 from stretto.processes.http.asgi import LARGEST_BODY
 from tests.engine.answering import engine_of
@@ -327,15 +327,16 @@ async def test_texts_of_a_client_that_has_left_are_not_scored_on(byte_folder: Pa
             assert await client.score([[5]]) == [()]
 
 
-async def test_a_stream_that_is_refused_ends_its_own_requests_alone(folder: Path) -> None:
+async def test_a_refused_submission_ends_its_own_requests_alone(folder: Path) -> None:
     generation = Generation(engine_of(folder))
-    with generation.streaming([endless("a")]):
-        with (
-            pytest.raises(RefusedRequest, match="id that no open request uses"),
-            generation.streaming([endless("b"), endless("a")]),
-        ):
-            pass
-        assert generation.open_requests == 1, "the other caller's"
+    ours, theirs = Feed("engine-0"), Feed("engine-0")
+    generation.submit_to(ours, [endless("a")], every_token=True)
+    for feed in (ours, theirs):
+        with pytest.raises(RefusedRequest, match="id that no open request uses"):
+            generation.submit_to(feed, [endless("b"), endless("a")], every_token=True)
+    assert generation.open_requests == 1, "the other caller's"
+    assert (theirs.refused, theirs.open) == ([], set())
+    generation.end(ours)
     assert generation.open_requests == 0
 
 

@@ -244,10 +244,12 @@ def serve(
     """
     check_packages("stretto serve", "stretto_gateway")
     refuse_model(model)
-    with importing():
-        from stretto_app.extensions.commands.serve import serve
+    with forking() as spawner:
+        with importing():
+            from stretto_app.extensions.commands.serve import serve
 
-    serve(model, host=host, port=port, name=name, api_key=api_key, overrides=overrides or [])
+        words = overrides or []
+        serve(model, host=host, port=port, name=name, api_key=api_key, overrides=words, spawner=spawner)
 
 
 @app.command()

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
 from torch import Tensor
 
 from stretto.core.canary import TensorDigest, differing
@@ -20,7 +19,7 @@ from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import SharedGeneration
+from stretto.engine.native.generation import Feed, Generation
 from stretto.engine.native.parameters import Parameters
 from stretto.engine.wire import EngineSpec, socket_folder
 from stretto.loop.config import DeadlinesConfig
@@ -42,7 +41,7 @@ class SourceHere:
         """Start a task in the background thread that takes the engine's steps. `fixed`: its weights are also those of
         other engines and trainers, so that `update` refuses all others."""
         self._fixed = fixed
-        self._generation = SharedGeneration(engine)
+        self._generation = Generation(engine)
         self._steps = background().start(self._generation.run())
 
     @property
@@ -69,11 +68,18 @@ class SourceHere:
         errors of `generate`."""
         self._check_open()
         await self._generation.prepare(requests)
-        with self._generation.streaming(requests) as stream:
-            async for ended in stream:
-                for one in ended:
-                    completion = Completion(one.request, one.member, one.segment)
-                    yield replace(completion, top_logprobs=tuple(one.top_logprobs))
+        missing, feed = sum(len(request.seeds) for request in requests), Feed(self._generation.engine.name)
+        self._generation.submit_to(feed, requests, every_token=False)
+        try:
+            while missing:
+                _, ended, refused = await self._generation.next(feed)
+                for completion in ended:
+                    missing -= 1
+                    yield completion
+                for _, error in refused:
+                    raise error
+        finally:
+            self._generation.end(feed)
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """Return the new tokens of unfinished completions, by request id and member. `known`: number of tokens already

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -12,16 +13,18 @@ from typing import Any
 
 import httpx
 
+from stretto.core.tasks import cancel_and_wait
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, run_app
-from stretto.engine.http.server import EngineApp
+from stretto.engine.http.server import run_server
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import Generation, SharedGeneration
+from stretto.engine.wire import socket_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes.http.reach import bind
 from stretto_app.extensions.commands.serve import rule_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.serve.app import ServeApp
+from stretto_gateway.serve.remote import RemoteEngine
 from tests.engine.byte_policy import CONTEXT, NAME, VOCABULARY
 from tests.engine.serving import Mailbox
 from tests.launch.running import service
@@ -46,30 +49,51 @@ def served_model(tokenizer: Tokenizer) -> ServedModel:
 
 
 @asynccontextmanager
+async def remote_engine(
+    engine: NativeEngine, mailbox: Mailbox | None = None
+) -> AsyncIterator[tuple[RemoteEngine, str]]:
+    """A client of the engine, which listens in the test's own event loop, and its address; the client does not run
+    yet."""
+    folder = socket_folder()
+    address = f"unix:{folder}/e.sock"
+    listening = asyncio.create_task(run_server(engine, mailbox or Mailbox(), address))
+    try:
+        yield RemoteEngine("engine-0", address), address
+    finally:
+        await cancel_and_wait([listening])
+        shutil.rmtree(folder)
+
+
+@asynccontextmanager
+async def running_engine(engine: NativeEngine) -> AsyncIterator[RemoteEngine]:
+    """A client of the engine that receives tokens."""
+    async with remote_engine(engine) as (remote, _):
+        receiving = asyncio.create_task(remote.run())
+        try:
+            yield remote
+        finally:
+            await cancel_and_wait([receiving])
+
+
+@asynccontextmanager
 async def served_engine(
-    engine: NativeEngine,
-    folder: Path,
-    mailbox: Mailbox | None = None,
-    patience: float = 0.0,
-    kind: type[Generation] = SharedGeneration,
-    api_key: str = "",
+    engine: NativeEngine, folder: Path, mailbox: Mailbox | None = None, patience: float = 0.0, api_key: str = ""
 ) -> AsyncIterator[tuple[httpx.AsyncClient, GracefulServer]]:
     """An HTTP client of a running server, and that server."""
-    generation = kind(engine, mailbox or Mailbox())
-    tokens = EngineApp(generation)
-    app = ServeApp(generation, served_model(load_tokenizer(folder)), tokens, api_key=api_key)
-    server = GracefulServer(app, generation, patience=patience)
-    listening = bind("127.0.0.1", 0, "--port")
-    url = f"http://127.0.0.1:{listening.getsockname()[1]}"
-    running = asyncio.create_task(run_app(server, [listening], generation.run))
-    try:
-        while not server.started:
-            await asyncio.sleep(0)
-        async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False, verify=False) as client:
-            yield client, server
-    finally:
-        server.should_exit = True
-        await asyncio.wait([running], timeout=20)
+    async with remote_engine(engine, mailbox) as (remote, _):
+        app = ServeApp(remote, served_model(load_tokenizer(folder)), remote.pass_on, api_key=api_key)
+        server = GracefulServer(app, remote, patience=patience)
+        listening = bind("127.0.0.1", 0, "--port")
+        url = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        running = asyncio.create_task(run_app(server, [listening], remote.run))
+        try:
+            while not server.started:
+                await asyncio.sleep(0)
+            async with httpx.AsyncClient(base_url=url, timeout=30, trust_env=False, verify=False) as client:
+                yield client, server
+        finally:
+            server.should_exit = True
+            await asyncio.wait([running], timeout=20)
     engine.check_integrity()
 
 

@@ -23,6 +23,7 @@ from stretto.engine.backend import Stream
 from stretto.engine.native.generation import MOST_WAITING, Generation
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto_gateway.serve.app import ServeApp
+from stretto_gateway.serve.remote import RemoteEngine
 from tests.asynchronous import until
 from tests.engine.byte_policy import NAME
 from tests.gateway.serve.serving import CHAT, COMPLETIONS, Serving, asked, engine_of, served_engine, served_model
@@ -103,8 +104,8 @@ async def test_a_servers_fault_is_told_without_insides(byte_folder: Path, capsys
     async def faulty(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("secrets of the house")
 
-    generation = Generation(engine_of(byte_folder))
-    transport = httpx.ASGITransport(ServeApp(generation, served_model(load_tokenizer(byte_folder)), faulty))
+    engine = RemoteEngine("engine-0", "unix:/nowhere")
+    transport = httpx.ASGITransport(ServeApp(engine, served_model(load_tokenizer(byte_folder)), faulty))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
         response = await client.get("/spans")
     assert response.status_code == 500

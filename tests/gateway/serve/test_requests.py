@@ -5,8 +5,8 @@ request as the token interface would have made; what other servers understand an
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,21 +77,17 @@ WRONG_CHATS: list[Any] = [
 
 
 class RecordingEngine:
-    """Takes the requests that a server makes, and ends them without a token (satisfies
-    `stretto_gateway.serve.app.ServedEngine`)."""
+    """Takes the requests that a server makes, and ends them without a token, as `RemoteEngine` does with tokens."""
 
     stopping = False
 
     def __init__(self) -> None:
         self.requests: list[GenerateRequest] = []
 
-    async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """See `ServedEngine`."""
+    @asynccontextmanager
+    async def streaming(self, requests: Sequence[GenerateRequest], take: Any = None) -> AsyncIterator[Any]:
+        """See `RemoteEngine`."""
         self.requests = list(requests)
-
-    @contextmanager
-    def streaming(self, requests: Sequence[GenerateRequest], take: Any = None) -> Iterator[Any]:
-        """See `ServedEngine`."""
 
         async def ended() -> AsyncIterator[list[Progress]]:
             over = Segment.of(stop_reason=StopReason.STOP)
@@ -100,7 +96,7 @@ class RecordingEngine:
         yield ended()
 
     async def health(self) -> EngineHealth:
-        """See `ServedEngine`."""
+        """See `RemoteEngine`."""
         raise NotImplementedError
 
 

@@ -20,9 +20,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from stretto.core.errors import EngineLost, RefusedRequest
-from stretto.core.records import GenerateRequest, Sampling
+from stretto.core.records import Completion, GenerateRequest, Sampling
 from stretto.engine.http.client import HttpEngine
-from stretto.engine.native.generation import Generation
 from stretto.engine.wire import Refusal
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.http.asgi import LARGEST_BODY
@@ -218,16 +217,20 @@ async def collected(client: httpx.AsyncClient, body: dict[str, Any]) -> list[Any
 
 
 async def test_an_engine_that_fails_is_told_to_its_clients(byte_folder: Path) -> None:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(byte_folder)
-    broken = {name: torch.full_like(tensor, math.nan) for name, tensor in model.named_parameters()}
     engine = engine_of(byte_folder, slots=2)
-    async with served_engine(engine, byte_folder, Mailbox({1: broken}), kind=Generation) as (client, _):
+
+    def failing() -> list[Completion]:
+        raise EngineLost("engine-0", "fails")
+
+    async with served_engine(engine, byte_folder) as (client, _):
         whole = asyncio.create_task(client.post(COMPLETIONS, json=asked(n=8)))
         stream = asyncio.create_task(collected(client, asked(n=8)))
         await until(lambda: engine.health().waiting >= 10, 0)
-        await client.post("/update_weights", content=msgspec.msgpack.encode({"version": 1}))
+        engine.step = failing  # type: ignore[method-assign]
         assert_error(await whole, 503)
         assert "engine-0 ended before the completion did" in (await stream)[-1]["error"]["message"]
+        for number in [*engine._scheduler.members]:
+            engine.abort(engine._scheduler.members[number].request.id)
 
 
 async def test_the_token_interface_is_on_the_same_server(byte_folder: Path, serving: Serving) -> None:

@@ -16,7 +16,6 @@ from stretto.core.engine import NewToken
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import SharedGeneration
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto_gateway.dialects.chat import ChatDialect
 from stretto_gateway.dialects.completions import CompletionsDialect
@@ -24,7 +23,7 @@ from stretto_gateway.dialects.openai import ChoiceDialect
 from stretto_gateway.dialects.token_ids import TokenIdsDialect
 from stretto_gateway.serve.completing import Completing
 from tests.engine.byte_policy import NAME, generated
-from tests.gateway.serve.serving import served_model
+from tests.gateway.serve.serving import running_engine, served_model
 
 DIALECTS: list[ChoiceDialect] = [CompletionsDialect(), ChatDialect(strict=True), TokenIdsDialect()]
 BODIES: list[dict[str, Any]] = [
@@ -85,15 +84,9 @@ def test_every_token_is_sent_once_and_in_order_however_the_client_lags(
     request = requests_of(DIALECTS[kind], BODIES[kind])
 
     async def sent(call: Lagging) -> tuple[bytes, int]:
-        generation = SharedGeneration(engine)
-        steps = asyncio.create_task(generation.run())
         completing = Completing(request, asked, "name", served_model(tokenizer), began=0.0, created=1)
-        try:
-            with generation.streaming(asked, completing.take) as stream:
-                await completing.write(DIALECTS[kind], call, stream)  # type: ignore[arg-type]
-        finally:
-            steps.cancel()
-            await asyncio.wait([steps])
+        async with running_engine(engine) as remote, remote.streaming(asked, completing.take) as stream:
+            await completing.write(DIALECTS[kind], call, stream)  # type: ignore[arg-type]
         return call.sent, completing.sampled
 
     def by_choice(events: bytes) -> dict[int, list[Any]]:
@@ -138,8 +131,6 @@ async def test_a_fault_of_one_stream_ends_no_other(engine: NativeEngine) -> None
     def broken(new: NewToken) -> bool:
         raise ZeroDivisionError(new.request)
 
-    generation = SharedGeneration(engine)
-    steps = asyncio.create_task(generation.run())
     first, second = (GenerateRequest(id, (97,), (4,), Sampling(max_tokens=6)) for id in ("first", "second"))
     taken: list[int] = []
 
@@ -147,12 +138,14 @@ async def test_a_fault_of_one_stream_ends_no_other(engine: NativeEngine) -> None
         taken.append(new.token)
         return True
 
-    with generation.streaming([first], broken) as failing, generation.streaming([second], take) as well:
+    async with (
+        running_engine(engine) as remote,
+        remote.streaming([first], broken) as failing,
+        remote.streaming([second], take) as well,
+    ):
         with pytest.raises(ZeroDivisionError, match="first"):
             await _all(failing)
         rest = await _all(well)
-    steps.cancel()
-    await asyncio.wait([steps])
     assert taken
     assert (*taken, *rest) == generated(engine, second)[0].segment.token_ids
 

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import signal
-import socket
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 from stretto.core.errors import EngineLost, Problem, RunFolderError
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Completion, GenerateRequest, Segment
 from stretto.engine.config import EngineConfig, capabilities_of
-from stretto.engine.http.lifecycle import GracefulServer, run_app
+from stretto.engine.http.lifecycle import Parts
 from stretto.engine.native.scheduler import longest_row_of
-from stretto.engine.wire import socket_folder
 from stretto.launch.preflight.checks import check_engine_keys, check_of_servers
 from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.grammar import Grammars
@@ -26,15 +20,14 @@ from stretto.processes import event_loop
 from stretto.processes.http.asgi import HostNames, is_loopback
 from stretto.processes.http.reach import bind, url_of
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.processes.stopping import StopSignal, until_cut_short
+from stretto.processes.stopping import until_cut_short
 from stretto.store import lock
-from stretto_app.extensions.commands.evaluate import engines_of_folder
 from stretto_app.extensions.commands.serve import (
-    PATIENCE_SECONDS,
     allow_many_connections,
     context_of,
     recipe_of_engines,
     rule_of,
+    run_with_engines,
     say_aloud,
 )
 from stretto_gateway.checks import check_chat, check_key, check_reach
@@ -46,7 +39,6 @@ from stretto_verify.thoughts import PIECES
 from stretto_workflows.session import Sampler, SessionRecord, WholeTurns
 from stretto_workflows.sessions import PersistentTurns
 
-_STOP_SECONDS = 1.0
 _PROBE = [{"role": "user", "content": "1+1="}]  # prompt that other servers must tokenize alike
 
 
@@ -178,9 +170,21 @@ def gateway(
     say(f"{served.name}: context {context:,}, sessions recorded in {folder}")
     if unserved:
         say(f"response_format and tool_choice do not constrain what is sampled: {unserved}")
-    engines = partial(engines_of_folder, recipe, base.path, logs=folder, spawner=spawner, say=say)
     names = HostNames(host, loopback=True) if is_loopback(bound) else None
-    until_cut_short(_serve(engines, folder, served, bound, api_key or "", names, say), event_loop.new_event_loop)
+
+    def parts(engines: EnginePool) -> Parts:
+        turns = Turns(engines)
+        recorded = RecordedSessions(folder, served, turns.sampler)
+        app = GatewayApp(recorded.load(), recorded, served, operator_key=api_key or "", names=names)
+        for which, why in recorded.set_aside.items():
+            say(f"{which} is set aside, and the other sessions go on: {why}")
+        return app, turns, turns.run
+
+    told = f"gateway at {url_of(*bound.getsockname()[:2])}"
+    until_cut_short(
+        run_with_engines(recipe, base.path, parts, bound, told, spawner=spawner, logs=folder, say=say),
+        event_loop.new_event_loop,
+    )
 
 
 def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokenizer) -> str:
@@ -188,35 +192,3 @@ def _without_grammars(config: EngineConfig, base: ModelFolder, tokenizer: Tokeni
     if config.kind != "native":
         return f"servers of {capabilities_of(config.kind).name} are given no grammars"
     return Grammars(lambda: tokenizer, base.vocab_size).problem
-
-
-async def _serve(
-    engines_in: Callable[[Path], EnginePool],
-    folder: Path,
-    model: ServedModel,
-    bound: socket.socket,
-    key: str,
-    names: HostNames | None,
-    say: Callable[[str], None],
-) -> None:
-    stopped, sockets = StopSignal(), socket_folder()
-    engines = engines_in(sockets)
-    turns = Turns(engines)
-    try:
-        recorded = RecordedSessions(folder, model, turns.sampler)
-        app = GatewayApp(recorded.load(), recorded, model, operator_key=key, names=names)
-        for name, why in recorded.set_aside.items():
-            say(f"{name} is set aside, and the other sessions go on: {why}")
-        await stopped.unless(engines.start(0))
-        if stopped.requested:
-            sys.exit(stopped.exit_code)
-        server = GracefulServer(
-            app, turns, patience=PATIENCE_SECONDS, signals=False
-        )  # `stopped` handles signals, also while the engines start
-        stopped.call(partial(server.handle_exit, signal.SIGTERM, None))
-        bound.listen()  # from here on connections wait instead of being refused
-        say(f"gateway at {url_of(*bound.getsockname()[:2])}")
-        await run_app(server, [bound], turns.run)
-    finally:
-        await engines.stop(_STOP_SECONDS)
-        shutil.rmtree(sockets, ignore_errors=True)

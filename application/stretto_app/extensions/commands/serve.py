@@ -1,58 +1,50 @@
-"""`stretto serve`: serve one model folder over HTTP, with an engine in this process."""
+"""`stretto serve`: serve one model folder over HTTP, with an engine in a process of its own."""
 
 from __future__ import annotations
 
-import os
 import resource
-from collections.abc import Mapping, Sequence
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
-from stretto.core.errors import Problem, RecipeError
+from stretto.core.errors import Problem, RecipeError, RoleDied
+from stretto.core.machine import Seat
 from stretto.core.records import Sampling
+from stretto.core.tasks import run_beside
 from stretto.engine.config import EngineConfig
-from stretto.engine.http.lifecycle import GracefulServer, run_app
-from stretto.engine.http.server import EngineApp
-from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import SharedGeneration
+from stretto.engine.http.lifecycle import GracefulServer, Parts, run_app
+from stretto.engine.native.scheduler import longest_row_of
+from stretto.engine.wire import socket_folder
 from stretto.launch.preflight.devices import usable_gpus
 from stretto.launch.recipe.recipe import Recipe, override, validate
-from stretto.model.device import take_share
-from stretto.model.hf.folder import inspect_model_folder
-from stretto.model.hf.inspection import ModelFolder
+from stretto.loop.engines.pool import EnginePool
+from stretto.model.hf.inspection import inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes import event_loop
 from stretto.processes.http.asgi import HostNames, is_loopback
 from stretto.processes.http.reach import bind, url_of
+from stretto.processes.spawn import FRESH, Spawner
+from stretto.processes.stopping import StopSignal, until_cut_short
+from stretto_app.extensions.commands.evaluate import engines_of_folder
 from stretto_app.extensions.preflight.embedded import check_embedded, seat_alone
 from stretto_gateway.checks import check_key
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import DISTRIBUTION, CallForms, SamplingRule
 from stretto_gateway.serve.app import ServeApp
+from stretto_gateway.serve.remote import RemoteEngine
 from stretto_workflows.chat.tool_calls import form_of
 
 PATIENCE_SECONDS = 30.0
+_STOP_SECONDS = 1.0
 _SHORTEST_CONTEXT = 2  # tokens: one of the prompt, one of the completion
 _MESSAGES = "model.special_tokens_in_messages"
 _OF_A_RUN = {"transport": "give --host and --port", "base_port": "give --port"}
-
-
-def take_gpu(recipe: Recipe, folder: ModelFolder) -> None:
-    """Choose the GPU with the most free memory for the engine with the model in `folder`, as the process's current
-    device, and limit the process to its share of it. Does nothing for an engine on the CPU. Must be called before the
-    first tensor is created.
-
-    Raises:
-        RecipeError: there are GPUs that this torch cannot use, or with far too little memory.
-    """
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # same numbers as in nvidia-smi
-    there = usable_gpus(recipe)
-    if (seat := seat_alone(recipe.engine, folder, there)) is not None:
-        torch.cuda.set_device(there.index(seat.gpus[0]))
-        take_share(seat.share)
 
 
 def recipe_of_engines(
@@ -95,15 +87,20 @@ def serve(
     name: str | None = None,
     api_key: str | None = None,
     overrides: Sequence[str] = (),
+    spawner: Spawner = FRESH,
 ) -> None:
-    """Serve a Hugging Face folder until SIGINT or SIGTERM; open requests are finished first, for at most 30 seconds.
+    """Serve a Hugging Face folder until SIGINT or SIGTERM; open requests are finished first, for at most 30 seconds. An
+    engine that dies is replaced.
 
     Args:
         name: the model's name for clients; by default the folder's name.
         api_key: required as ``Authorization: Bearer KEY``, except for /health; None: no key is needed.
+        spawner: starts the engine's process.
 
     Raises:
         UserError: the folder, an override or the address is wrong.
+        RoleError: the engine does not start, or has died too often.
+        SystemExit: a signal ended it before it served, or a second signal came.
     """
     recipe = recipe_of_engines(Path(), overrides, {"count": "one engine is served"})
     check_embedded(recipe.engine)
@@ -111,26 +108,79 @@ def serve(
     check_key(api_key, "--api-key")
     folder = inspect_model_folder(model)
     tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens)
+    context = context_of(longest_row_of(folder, config), config)
+    seat = seat_alone(config, folder, usable_gpus(recipe))
     bound = bind(host, port, f"--port: {host}:{port}")
-    torch.set_num_threads(config.threads)
-    take_gpu(recipe, folder)
-    engine = NativeEngine.load(model, config)
-    generation = SharedGeneration(engine)
-    context = context_of(engine.longest_row, config)
     rule = rule_of(tokenizer, context, grammars=True, seeds=True, vocabulary=folder.vocab_size)
     served = ServedModel(model.resolve().name if name is None else name, tokenizer, rule, reasoning=False)
     names = HostNames(host, loopback=True) if api_key is None and is_loopback(bound) else None
-    app = ServeApp(generation, served, EngineApp(generation), api_key=api_key or "", names=names)
-    server = GracefulServer(app, generation, patience=PATIENCE_SECONDS)
+
+    def parts(engines: EnginePool) -> Parts:
+        [(name, address)] = engines.addresses.items()
+        engine = RemoteEngine(name, address)
+        app = ServeApp(engine, served, engine.pass_on, api_key=api_key or "", names=names)
+        return app, engine, lambda: run_beside(engines.supervise(), engine.run())
+
     allow_many_connections()
-    bound.listen()  # from here on connections wait instead of being refused
     whole = "" if context == folder.context_length else f" of {folder.context_length:,} (engine.cache_gib)"
     about = f"{folder.parameters:,} parameters, context {context:,}{whole}, {config.dtype}"
     say_aloud(f"{served.name}: {folder.architecture}, {about}")
     if api_key is None and not is_loopback(bound):
         say_aloud("warning: other machines may use this server without a key; give --api-key (docs/how_to/gateway.md)")
-    say_aloud(f"serving at {url_of(host, bound.getsockname()[1])}/v1")
-    event_loop.run(run_app(server, [bound], generation.run))
+    seats = () if seat is None else (seat,)
+    told = f"serving at {url_of(host, bound.getsockname()[1])}/v1"
+    until_cut_short(
+        run_with_engines(recipe, folder.path, parts, bound, told, spawner=spawner, seats=seats),
+        event_loop.new_event_loop,
+    )
+
+
+async def run_with_engines(
+    recipe: Recipe,
+    model: Path,
+    parts: Callable[[EnginePool], Parts],
+    bound: socket.socket,
+    told: str,
+    *,
+    spawner: Spawner,
+    seats: tuple[Seat, ...] = (),
+    logs: Path | None = None,
+    say: Callable[[str], None] = say_aloud,
+) -> None:
+    """Start the engines of a server without a trainer, then serve until a signal.
+
+    Args:
+        model: model folder.
+        parts: makes the application from the engines, which are not started yet.
+        bound: where to listen.
+        told: line that says so.
+        seats: assignment of engines to GPUs; empty: they run on the CPU.
+        logs: folder for the engines' logs; None: a temporary folder, which is kept if an engine's end ends the server.
+
+    Raises:
+        RoleError: an engine does not start, or has died too often.
+        SystemExit: a signal ended it before it served.
+    """
+    stopped, sockets, kept = StopSignal(), socket_folder(), False
+    engines = engines_of_folder(recipe, model, sockets, logs or sockets, spawner, seats, say)
+    try:
+        app, work, run = parts(engines)
+        await stopped.unless(engines.start(0))
+        if stopped.requested:
+            sys.exit(stopped.exit_code)
+        # `stopped` handles signals, also while the engines start
+        server = GracefulServer(app, work, patience=PATIENCE_SECONDS, signals=False)
+        stopped.call(partial(server.handle_exit, signal.SIGTERM, None))
+        bound.listen()  # from here on connections wait instead of being refused
+        say(told)
+        await run_app(server, [bound], run)
+    except RoleDied:
+        kept = logs is None  # the error names the log
+        raise
+    finally:
+        await engines.stop(_STOP_SECONDS)
+        if not kept:
+            shutil.rmtree(sockets, ignore_errors=True)
 
 
 def rule_of(

@@ -63,14 +63,21 @@ class Progress(NamedTuple):
     top_logprobs: Sequence[Likeliest] = ()  # empty if not wanted
 
 
-class NewToken(Record, frozen=True, gc=False):
-    """A token that an engine's last step sampled for completion number `member` of `request`. `progress()` returns the
-    token with its log-probability and version."""
+class NewToken(Record, frozen=True, array_like=True, gc=False):
+    """A token that one step has sampled for the completion `member` of `request`, whose tokens before it were passed on
+    already."""
 
     request: str
     member: int
     token: int
-    progress: Callable[[], Progress]
+    logprob: float  # at sampling, in nats
+    version: int  # of the policy
+    likeliest: Likeliest = ()  # its top log-probabilities, if the request wants them
+
+    def progress(self) -> Progress:
+        """This token as a `Progress`."""
+        segment = Segment.of((self.token,), (self.logprob,), (self.version,))
+        return Progress(self.request, self.member, segment, (self.likeliest,) if self.likeliest else ())
 
 
 #: Yields completions as they end, in any order; requests passed together start in the same step.

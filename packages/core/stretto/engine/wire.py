@@ -4,6 +4,9 @@
                                                 begin in the same step. A frame with a list of one Refusal ends the
                                                 response if the server behind the engine refuses a request later, or
                                                 returns invalid results
+    POST /tokens           name of a feed    →  endless frames of one Sampled each: what steps sample for the requests
+                                                of this new feed. Closing the connection aborts them
+    POST /submit           SubmitRequest     →  true, once the requests are accepted; they begin in the same step
     POST /update_weights   UpdateRequest     →  Loaded (`core.canary`), sent when the weights are loaded and the
                                                 challenge, if any, is answered
     POST /abort            AbortRequest      →  EngineHealth
@@ -12,9 +15,9 @@
     GET  /health                             →  EngineHealth
     GET  /spans                              →  [Span] since the last call
 
-Closing the connection of /generate aborts its requests. A refused request gets a status of 400 or above and a `Refusal`
-as the body. `stretto serve` has these paths in addition to OpenAI's; its /health replies in JSON unless the client
-accepts MessagePack.
+Closing the connection of /generate aborts its requests. Only native engines have /tokens and /submit. A refused request
+gets a status of 400 or above and a `Refusal` as the body. `stretto serve` has these paths in addition to OpenAI's, but
+for /tokens, /submit and /score; its /health replies in JSON unless the client accepts MessagePack.
 """
 
 from __future__ import annotations
@@ -22,11 +25,15 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import Annotated
+
+import msgspec
 
 from stretto.core.canary import Challenge
-from stretto.core.errors import EngineLied, RefusedRequest
+from stretto.core.engine import NewToken
+from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.frames import Count
-from stretto.core.records import Record
+from stretto.core.records import Completion, GenerateRequest, Record
 
 ENGINE_ROLE, EXTERNAL_ENGINE_ROLE = "stretto.engine.role", "stretto_servers.role"
 _LONGEST_SOCKET_FOLDER = 70  # bytes
@@ -99,6 +106,14 @@ class AbortRequest(Record, frozen=True):
     request: str
 
 
+class SubmitRequest(Record, frozen=True):
+    """Requests whose tokens an open feed gets."""
+
+    feed: str
+    requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
+    every_token: bool  # each token in the step that samples it; else only whole completions
+
+
 class PartialsRequest(Record, frozen=True):
     """Request for new tokens of unfinished completions. `known`: by request id, the number of tokens of each member
     that the client already has; other requests are left out of the reply."""
@@ -121,11 +136,19 @@ class Refusal(Record, frozen=True):
     allowed: str = ""
 
     @classmethod
-    def of(cls, error: RefusedRequest | EngineLied) -> Refusal:
+    def of(cls, error: RefusedRequest | EngineLost) -> Refusal:
         """The refusal for an error."""
-        if isinstance(error, EngineLied):
-            return cls(error="EngineLied", field=error.engine, found=error.how)
+        if isinstance(error, EngineLost):
+            return cls(error=type(error).__name__, field=error.engine, found=error.how)
         return cls(error="RefusedRequest", field=error.field, found=error.found, allowed=error.allowed)
+
+
+class Sampled(Record, frozen=True):
+    """What one or more steps have sampled for a feed. A completion that has ended is whole, with all its tokens."""
+
+    tokens: list[NewToken]
+    ended: list[Completion]
+    refused: list[tuple[str, Refusal]]  # requests that ended with an error, by their ids
 
 
 def split_address(address: str) -> tuple[str | None, str, int]:

@@ -14,15 +14,13 @@ import hmac
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import cast
 
 import msgspec
 from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.core.engine import EngineHealth, NewToken
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, derive_seed
 from stretto.processes.http.asgi import HostNames, header
@@ -38,42 +36,15 @@ from stretto_gateway.dialects.responses import ResponsesDialect
 from stretto_gateway.dialects.token_ids import TokenIdsDialect
 from stretto_gateway.model import ServedModel, characters_of
 from stretto_gateway.requests import PromptRequest, Request
-from stretto_gateway.serve.completing import Completing, Stream
+from stretto_gateway.serve.completing import Completing
 from stretto_gateway.serve.metrics import Counters
+from stretto_gateway.serve.remote import RemoteEngine
 from stretto_workflows.chat.messages import ChatRequest
 
 _TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/partials", "/spans"})
 _MOST_COMPLETIONS = 4096
 _SEEDS = 2**64
 Tokens = tuple[int, ...]
-
-
-class ServedEngine(Protocol):
-    """Engine as `ServeApp` uses it (Protocol; implemented by `engine.native.generation.SharedGeneration`)."""
-
-    stopping: bool
-
-    async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """Compile the grammars of requests, which may be slow, before they are submitted.
-
-        Raises:
-            RefusedRequest: the engine cannot serve one of the requests.
-        """
-
-    def streaming(
-        self, requests: Sequence[GenerateRequest], take: Callable[[NewToken], bool] | None = None
-    ) -> AbstractContextManager[Stream]:
-        """Context manager: submit requests, and abort them on exit. It yields an iterator over lists of completions, as
-        they end. With `take`, each token is passed to `take` when it is sampled; where `take` returns False, the
-        iterator yields the token, as a `Progress` of its own.
-
-        Raises:
-            RefusedRequest: one request is refused, and with it all; the iterator may raise it too.
-            EngineLost: the engine is stopping or has ended, or too many completions wait.
-        """
-
-    async def health(self) -> EngineHealth:
-        """Version of the weights, length of the queue, and counters."""
 
 
 class ServeApp(ChatServer):
@@ -83,7 +54,7 @@ class ServeApp(ChatServer):
 
     def __init__(
         self,
-        engine: ServedEngine,
+        engine: RemoteEngine,
         model: ServedModel,
         tokens: ASGIApp,
         *,
@@ -144,13 +115,12 @@ class ServeApp(ChatServer):
         began, name = time.monotonic(), uuid.uuid4().hex
         request: Request = await self.parsed(dialect.parse, call)
         requests = self._requests(request, await self._prompts(request), name, strict=dialect.strict)
-        await self._engine.prepare(requests)
         completing = Completing(request, requests, name, self.model, began)
         # With tools, a message is sent whole, because tool calls are parsed only at its end.
         in_parts = isinstance(request, PromptRequest) or (request.stream and not request.tools)
         choices = dialect if in_parts and isinstance(dialect, ChoiceDialect) else None
         take = completing.take if request.stream and choices is not None else None
-        with self._engine.streaming(requests, take) as stream:
+        async with self._engine.streaming(requests, take) as stream:
             if choices is None:
                 await self.send(cast(Dialect, dialect), call, completing.turns(stream))
             else:

@@ -27,7 +27,15 @@ from stretto.core.events import MOST_SPANS, Span
 from stretto.core.frames import LARGEST_FRAME, Unframer
 from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.engine.http.connections import Connection, Connections
-from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, ScoreRequest, UpdateRequest
+from stretto.engine.wire import (
+    AbortRequest,
+    PartialsRequest,
+    Refusal,
+    Sampled,
+    ScoreRequest,
+    SubmitRequest,
+    UpdateRequest,
+)
 
 Message = TypeVar("Message")
 
@@ -128,6 +136,27 @@ class HttpEngine:
                 return await connection.read()
         async with standstill(self._owner, awaited, self._answer_seconds, self._computed):
             return await connection.read()
+
+    async def tokens(self, feed: str) -> AsyncIterator[Sampled]:
+        """Open a feed of a native engine, by a name that no other has, and yield what steps sample for it; the first
+        message is empty, and tells that the feed is open. Leaving the iteration aborts the requests of the feed.
+        It has no timeout, because an idle engine samples nothing; the errors are those of all calls."""
+        unframer = Unframer()
+        async with self._connections.one() as connection:
+            connection.send("POST", "/tokens", _encoded(feed))
+            while part := await connection.read():
+                if connection.status != _OK:
+                    raise refusal(self.name, connection.status, part + await connection.rest())
+                for body in unframer.feed(part):
+                    yield decoded(body, Sampled)
+        raise EngineLost(self.name, "ended a feed")
+
+    async def submit(self, feed: str, requests: Sequence[GenerateRequest], *, every_token: bool) -> None:
+        """Submit requests, which start in the same step, to an open feed. `every_token`: the feed gets each token
+        in the step that samples it; else it gets completions as they end. Raises RefusedRequest if one of them is
+        invalid; then none is accepted."""
+        order = SubmitRequest(feed, list(requests), every_token)
+        await self._exchange("/submit", order, "the acceptance of requests", self._health_seconds)
 
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
         """Make the engine load a published version; returns the version that samples the next token, and the scores
@@ -233,7 +262,7 @@ class HttpEngine:
             except UNREADABLE as error:
                 return found, _unknown(body, error)
             if isinstance(told, list):
-                return found, _error(told[0])
+                return found, error_of(told[0])
             if not told.segment.intact:
                 return found, EngineLied(self.name, f"sent tokens of {told.request!r} whose checksum does not fit")
             found.append(told)
@@ -269,10 +298,11 @@ def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
     except WireError as error:
         # The server ends open requests with this status when the engine has failed.
         return EngineLost(engine, "broke off a request") if status == _SERVER_ERROR else error
-    return _error(told)
+    return error_of(told)
 
 
-def _error(told: Refusal) -> WireError | EngineLost:
+def error_of(told: Refusal) -> WireError | EngineLost:
+    """The error, to be raised by the caller, that an engine has told."""
     if told.error == "RefusedRequest":
         return RefusedRequest(told.field, told.found, told.allowed)
     if told.error in ("EngineLost", "EngineLied"):

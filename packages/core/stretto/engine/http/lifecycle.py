@@ -48,6 +48,10 @@ class OpenWork(Protocol):
         """End every open request now."""
 
 
+#: An application, its open requests, and what runs beside it until the server ends.
+Parts = tuple[ASGIApp, OpenWork, Run]
+
+
 class GracefulServer(HttpServer):
     """A server that, on a signal, finishes open requests and refuses new ones.
 

@@ -24,18 +24,20 @@ from stretto.core.canary import Loaded
 from stretto.core.engine import EngineHealth
 from stretto.core.errors import UNREADABLE, EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
-from stretto.core.frames import LARGEST_FRAME
+from stretto.core.frames import LARGEST_FRAME, frame
 from stretto.core.records import GenerateRequest, Partials
 from stretto.engine.backend import Backend
 from stretto.engine.http.lifecycle import Run, run_app, server_of
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import Generation
+from stretto.engine.native.generation import Feed, Generation
 from stretto.engine.wire import (
     MSGPACK,
     AbortRequest,
     PartialsRequest,
     Refusal,
+    Sampled,
     ScoreRequest,
+    SubmitRequest,
     UpdateRequest,
     split_address,
 )
@@ -62,6 +64,8 @@ _UPDATE = msgspec.msgpack.Decoder(UpdateRequest)
 _ABORT = msgspec.msgpack.Decoder(AbortRequest)
 _PARTIALS = msgspec.msgpack.Decoder(PartialsRequest)
 _SCORE = msgspec.msgpack.Decoder(ScoreRequest)
+_TOKENS = msgspec.msgpack.Decoder(str)
+_SUBMIT = msgspec.msgpack.Decoder(SubmitRequest)
 _REQUESTS = Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
 _DOCUMENTED = "see stretto.engine.wire"
 
@@ -188,6 +192,52 @@ class EngineApp:
         return self._backend.drain_spans()
 
 
+class NativeApp(EngineApp):
+    """Application of a native engine, which passes on tokens as they are sampled, by feeds. All requests of a client
+    share its feed, so that a step costs one message for each client."""
+
+    def __init__(self, generation: Generation, largest: int = LARGEST_BODY, key: str = "") -> None:
+        """`largest`, `key`: as of `EngineApp`."""
+        super().__init__(generation, largest, key)
+        self._generation, self._feeds = generation, dict[str, Feed]()
+        self._router.routes += [
+            Route("/tokens", _Streaming(self.stream_tokens), methods=["POST"]),
+            Route("/submit", _Exchange(self.submit, largest), methods=["POST"]),
+        ]
+
+    async def stream_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Open a feed and send what it gets, until the client disconnects. Then its requests are aborted."""
+        try:
+            name = _TOKENS.decode(await read_body(scope, receive, self._largest) or b"")
+            if name in self._feeds:
+                raise RefusedRequest("feed", repr(name), "a name that no open feed has")
+        except (RefusedRequest, *UNREADABLE) as error:
+            await _reply(send, *_refusal(error))
+            return
+        feed = self._feeds[name] = Feed(self._generation.engine.name)
+        watch = asyncio.create_task(when_gone(receive, feed.close))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            await send({"type": "http.response.body", "body": frame(Sampled([], [], [])), "more_body": True})
+            while not feed.closed:
+                tokens, ended, errors = await self._generation.next(feed)
+                message = Sampled(tokens, ended, [(request, Refusal.of(error)) for request, error in errors])
+                await send({"type": "http.response.body", "body": frame(message), "more_body": True})
+        finally:
+            watch.cancel()
+            del self._feeds[name]
+            self._generation.end(feed)
+
+    async def submit(self, body: bytes) -> bool:
+        """Submit the requests of a `SubmitRequest` to its feed; returns True."""
+        order = _SUBMIT.decode(body)
+        await self._generation.prepare(order.requests)
+        if (feed := self._feeds.get(order.feed)) is None:
+            raise RefusedRequest("feed", repr(order.feed), "an open one")
+        self._generation.submit_to(feed, order.requests, every_token=order.every_token)
+        return True
+
+
 def serve(engine: NativeEngine, subscriber: Subscriber, listen: str, key: str = "", tls: str = "") -> None:
     """Load the newest published version, if it is newer than the engine's, then serve until SIGTERM or SIGINT.
 
@@ -211,7 +261,7 @@ async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str, 
         engine.update(newest, subscriber.load(newest))
     generation = Generation(engine, subscriber)
     # Bodies are large: lost groups come with all their tokens, rounds with all their groups.
-    await serve_app(EngineApp(generation, LARGEST_FRAME, key), listen, generation.run, tls)
+    await serve_app(NativeApp(generation, LARGEST_FRAME, key), listen, generation.run, tls)
 
 
 async def serve_app(app: EngineApp, listen: str, run: Run, tls: str = "") -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Iterator, Mapping
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -61,7 +60,8 @@ class Completions:
         self._history: Ints = np.zeros((rows, _FIRST_WIDTH), np.int64)
         self._logprobs = np.zeros((rows, _FIRST_WIDTH), np.float32)
         self._versions = np.zeros((rows, _FIRST_WIDTH), np.int64)
-        self._last: tuple[Ints, Ints] | None = None  # rows and tokens of the last step
+        # Rows, tokens and log-probabilities of the last step, and its version.
+        self._last: tuple[Ints, Ints, npt.NDArray[np.float32], int] | None = None
 
     def open(self, row: int, member: Member) -> bool:
         """Start the completion of `member`, whose request has been checked, in a row: store its prompt, settings and
@@ -175,7 +175,7 @@ class Completions:
         self._logprobs[order_R, places_R] = logprobs_R
         self._versions[order_R, places_R] = version
         self.newest[order_R] = tokens_R
-        self._last = order_R, tokens_R
+        self._last = order_R, tokens_R, logprobs_R, version
         self.lengths[order_R] = places_R + 1
         stopped_R = (self._stops[order_R] == tokens_R[:, None]).any(axis=1)
         if self._watches:
@@ -198,12 +198,11 @@ class Completions:
         completions by row. Nothing before the first step."""
         if self._last is None:
             return
-        for row, token in zip(*(column.tolist() for column in self._last), strict=True):
+        rows, tokens, logprobs, version = self._last
+        for row, token, logprob in zip(rows.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
             if (member := members.get(row)) is not None and (request := member.request.id) in wanted:
-                yield NewToken(request, member.index, token, partial(self._newest, row, member))
-
-    def _newest(self, row: int, member: Member) -> Progress:
-        return self.progress(row, member, int(self.lengths[row] - self.prompts[row]) - 1)
+                likeliest = self._likeliest[row][-1] if row in self._likeliest else ()
+                yield NewToken(request, member.index, token, logprob, version, likeliest)
 
     def close(self, row: int, member: Member) -> Completion:
         """Return the completion of a row that has ended, by a stop or by its length, and `forget` the row."""

@@ -1,7 +1,7 @@
 """The task that steps an engine and passes its completions to the listeners of their requests.
 
 submit(request, listener) ─► engine ◄─ run(): step, step, step ...
-                             engine ─► listener.progressed(tokens), listener.ended(completion)
+                             engine ─► listener.progressed(token), listener.ended(completion)
 """
 
 from __future__ import annotations
@@ -9,16 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 
 import msgspec
 from torch import Tensor
 
 from stretto.core.canary import Challenge, Loaded
 from stretto.core.deadlines import deadline
-from stretto.core.engine import MOST_COMPLETIONS, EngineHealth, NewToken, Progress
+from stretto.core.engine import MOST_COMPLETIONS, EngineHealth, NewToken
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials
@@ -39,92 +38,75 @@ MOST_WAITING = MOST_COMPLETIONS
 _TURNS = 3
 
 
-#: Consumes a new token; returns False to get the token from the iterator later instead.
-Take = Callable[[NewToken], bool]
-
 _GRAMMAR_SECONDS = 20.0  # most grammars compile in milliseconds, the worst in one or two seconds
 
 
 # Both listeners are called between two steps, so they must be quick.
 class FrameListener(Stream):
-    """The frames of one HTTP response, as a listener of a `Generation`; gets whole completions only."""
+    """A stream of whole completions that listens to a `Generation`. In a run, a completion whose logits are not finite
+    is an error of the engine: dropping it would bias the training distribution."""
+
+    independent = False
 
     def progressed(self, new: NewToken) -> None:
         """Ignored: frames hold whole completions."""
 
 
-class TokenStream:
-    """The tokens of requests submitted together, as they are sampled.
+class Feed:
+    """What steps sample for the requests of one client, kept until the client takes it (`Generation.next`). `engine`:
+    name for errors."""
 
-    Each token is offered to `take` (None: nobody) in the step that samples it. Iterating yields the tokens that `take`
-    has not consumed, and the end of each completion. So a step with many streams need not wake a task for each of them.
-    `engine`: name for errors; `completions`: how many the requests have in all.
-    """
+    def __init__(self, engine: str) -> None:
+        self.engine = engine
+        self.closed = False
+        self.open: set[_FeedListener] = set()
+        self.tokens: list[NewToken] = []
+        self.ended: list[Completion] = []
+        self.refused: list[tuple[str, RefusedRequest | EngineLost]] = []
+        self.wake = asyncio.Event()
 
-    def __init__(self, engine: str, completions: int, take: Take | None = None) -> None:
-        self.missing = completions
-        self._engine, self._take = engine, take
-        self._new: list[Progress] = []
-        self._known = Counter[tuple[str, int]]()  # tokens of each completion so far
-        self._error: RefusedRequest | EngineLost | None = None
-        self._fault: Exception | None = None  # of `take`
-        self._wake = asyncio.Event()
+    def close(self) -> None:
+        """Let a wait for the next tokens end at once."""
+        self.closed = True
+        self.wake.set()
+
+
+class _FeedListener:
+    """Puts the completions of a request into a feed. `completions`: their number. If the logits of one are not
+    finite, this request alone ends: those of a feed are independent of each other."""
+
+    independent = True
+
+    def __init__(self, feed: Feed, request: str, completions: int) -> None:
+        self.request, self.missing = request, completions
+        self._feed = feed
+        feed.open.add(self)
 
     def progressed(self, new: NewToken) -> None:
-        """Offer the next token of an unfinished completion to `take`. Queue it for the iterator if `take` does not
-        consume it or fails, or if earlier tokens are queued."""
-        self._known[new.request, new.member] += 1
-        try:
-            if self._take is not None and not self._new and self._take(new):
-                return
-        except Exception as error:  # a fault of one client's stream must not end the others'; its iterator raises it
-            self._fault = self._fault or error
-        self._pass_on(new.progress())
+        """Pass on a token of an unfinished completion."""
+        self._feed.tokens.append(new)
+        self._feed.wake.set()
 
     def ended(self, completion: Completion) -> None:
-        """Queue the end of a finished completion for the iterator: its tokens that `progressed` has not had, with the
-        stop reason."""
+        """Pass on a finished completion."""
         self.missing -= 1
-        known = self._known[completion.request, completion.member]
-        rest, likeliest = completion.segment.after(known), completion.top_logprobs[known:]
-        self._pass_on(Progress(completion.request, completion.member, rest, likeliest))
-
-    def _pass_on(self, progress: Progress) -> None:
-        self._new.append(progress)
-        self._wake.set()
+        self._feed.ended.append(completion)
+        self._feed.wake.set()
 
     def refuse(self, error: RefusedRequest | EngineLost) -> None:
-        """End the stream: the iterator raises `error` instead of further tokens, queued ones included. A second error,
-        or one after the last completion has ended, is ignored."""
-        self._error = self._error or error
-        self._wake.set()
+        """End the request with an error; ignored after its last completion, and the second time."""
+        if self.missing:
+            self.missing = 0
+            self._feed.refused.append((self.request, error))
+            self._feed.wake.set()
 
     def break_off(self, why: str = ENDED) -> None:
-        """End the stream: the iterator raises EngineLost with the reason `why`, unless all completions have ended."""
-        self.refuse(EngineLost(self._engine, why))
+        """End the request as `refuse` does, with an EngineLost for the reason `why`."""
+        self.refuse(EngineLost(self._feed.engine, why))
 
-    def __aiter__(self) -> TokenStream:
-        return self
 
-    async def __anext__(self) -> list[Progress]:
-        """Wait for tokens; returns all since the last call, one `Progress` per completion and step. It has no timeout.
-
-        Raises:
-            StopAsyncIteration: all completions have ended and were returned.
-            RefusedRequest: the request was refused after it was submitted.
-            EngineLost: the stream was ended early.
-            Exception: an error raised by the consumer `take`.
-        """
-        while True:
-            if (error := self._fault or (self._error if self.missing else None)) is not None:
-                raise error
-            if self._new:
-                new, self._new = self._new, []
-                return new
-            if not self.missing:
-                raise StopAsyncIteration
-            await self._wake.wait()
-            self._wake.clear()
+#: What a feed got: tokens in the order of their steps, ended completions, and requests that ended with an error.
+Passed = tuple[list[NewToken], list[Completion], list[tuple[str, RefusedRequest | EngineLost]]]
 
 
 class Generation:
@@ -139,7 +121,7 @@ class Generation:
         self.engine = engine
         self._mailbox = mailbox
         self.stopping = False  # open requests are finished, new ones refused
-        self._listeners: dict[str, FrameListener | TokenStream] = {}
+        self._listeners: dict[str, FrameListener | _FeedListener] = {}
         self._by_token: set[str] = set()  # requests whose listeners get each token
         self._work = asyncio.Event()
         self._scoring = asyncio.Lock()  # the KV entries of one text at a time
@@ -177,25 +159,46 @@ class Generation:
             submitted.pop_all()
         return stream
 
-    @contextmanager
-    def streaming(self, requests: Sequence[GenerateRequest], take: Take | None = None) -> Iterator[TokenStream]:
-        """Context manager: submit requests, and close them at the end of the block. Without `take` the stream yields
-        completions as they end; with `take` it has every token when it is sampled (`TokenStream`).
+    def submit_to(self, feed: Feed, requests: Sequence[GenerateRequest], *, every_token: bool) -> None:
+        """Submit requests that start in the same step; `feed` gets their completions. `every_token`: as in `submit`.
+        Raises as `submit_all`."""
+        listeners = [_FeedListener(feed, request.id, len(request.seeds)) for request in requests]
+        try:
+            for request, listener in zip(requests, listeners, strict=True):
+                self.submit(request, listener, every_token=every_token)
+        except (RefusedRequest, EngineLost):
+            for listener in listeners:
+                listener.missing = 0  # the caller gets the error, and the feed does not
+                self._finish(feed, listener)
+            raise
 
-        Raises:
-            RefusedRequest: a request is invalid; then none is accepted.
-            EngineLost: the server is stopping, or too many completions wait.
-        """
-        stream = TokenStream(self.engine.name, sum(len(request.seeds) for request in requests), take)
-        with ExitStack() as submitted:  # without a request that is refused because another caller has its id
-            for request in requests:
-                self.submit(request, stream, every_token=take is not None)
-                submitted.callback(self.close, request.id)
-            yield stream
+    async def next(self, feed: Feed) -> Passed:
+        """Wait until steps have sampled something for a feed, and return all of it since the last call; nothing once
+        the feed is closed. It has no timeout."""
+        if not (feed.tokens or feed.ended or feed.refused or feed.closed):
+            feed.wake.clear()
+            await feed.wake.wait()
+        passed: Passed = feed.tokens, feed.ended, feed.refused
+        feed.tokens, feed.ended, feed.refused = [], [], []
+        over = {completion.request for completion in passed[1]} | {request for request, _ in passed[2]}
+        if over:
+            for listener in [listener for listener in feed.open if not listener.missing]:
+                self._finish(feed, listener)
+        return passed
 
-    def submit(self, request: GenerateRequest, listener: FrameListener | TokenStream, *, every_token: bool) -> None:
-        """Submit a request; `listener` gets its completions until `close` is called. `every_token`: the listener also
-        gets each token in the step that samples it, unless the request continues prefixes.
+    def end(self, feed: Feed) -> None:
+        """Abort all requests of a feed."""
+        for listener in [*feed.open]:
+            self._finish(feed, listener)
+
+    def _finish(self, feed: Feed, listener: _FeedListener) -> None:
+        feed.open.discard(listener)
+        if self._listeners.get(listener.request) is listener:
+            self.close(listener.request)
+
+    def submit(self, request: GenerateRequest, listener: FrameListener | _FeedListener, *, every_token: bool) -> None:
+        """Submit a request; `listener` gets its completions until `close` is called. `every_token`: it also gets each
+        token in the step that samples it, unless the request continues prefixes.
 
         Raises:
             RefusedRequest: the request is invalid, or its id is in use.
@@ -322,32 +325,26 @@ class Generation:
 
     def _step(self) -> list[Completion]:
         """Step the engine; returns the completions that ended. A request whose grammar cannot be followed is refused
-        and aborted instead, and the others wait for the next step."""
+        and aborted instead, and the others wait for the next step; so is one of an independent client whose logits are
+        not finite.
+
+        Raises:
+            BrokenLogits: those of another request are not finite.
+        """
         try:
             return self.engine.step()
         except BrokenGrammar as broken:
             self._listeners[broken.request].refuse(broken.refused)
             self.engine.abort(broken.request)
-            return []
-
-    def _pass_tokens(self) -> None:
-        for new in self.engine.new_tokens(self._by_token):
-            self._listeners[new.request].progressed(new)
-
-
-class SharedGeneration(Generation):
-    """Generation for independent clients: a request with non-finite logits is aborted, and the others continue.
-
-    In a run, non-finite logits are an error that `Generation` raises: dropping such completions would bias the training
-    distribution.
-    """
-
-    def _step(self) -> list[Completion]:
-        try:
-            return super()._step()
         except BrokenLogits as broken:
+            if not all(self._listeners[request].independent for request in broken.requests):
+                raise
             for request in broken.requests:
                 log.warning("%s aborts request %s: %s", self.engine.name, request, broken)
                 self._listeners[request].break_off(f"cannot go on: {broken}")
             self.engine.give_up(broken.requests)
-            return []
+        return []
+
+    def _pass_tokens(self) -> None:
+        for new in self.engine.new_tokens(self._by_token):
+            self._listeners[new.request].progressed(new)

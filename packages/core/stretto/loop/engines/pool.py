@@ -102,6 +102,11 @@ class EnginePool:
         """Names of the engines in order of arrival, including those that start and excluding those that leave."""
         return [name for name, engine in self._engines.items() if not engine.leaving]
 
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Address of each engine by its name: where its process listens, or will."""
+        return {name: engine.spec.address for name, engine in self._engines.items()}
+
     def has(self, name: str) -> bool:
         """Whether the engine with this name is in the pool, started or not."""
         return name in self._engines

@@ -1,0 +1,96 @@
+"""Promises of `stretto serve`, whose engine is a process of its own: an engine that dies is replaced, and what was open
+is told so; a client that goes ends its own requests alone; nothing is left when the server is killed.
+"""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+
+from stretto.core.errors import EngineLost, RefusedRequest
+from stretto.core.records import GenerateRequest, Sampling
+from stretto.core.tasks import cancel_and_wait
+from stretto.engine.http.client import HttpEngine
+from stretto.processes.tree import descendants
+from tests.asynchronous import until
+from tests.engine.byte_policy import NAME
+from tests.engine.serving import until_up
+from tests.gateway.serve.serving import COMPLETIONS, Serving, asked, engine_of, remote_engine, serve_process
+from tests.launch.running import wait_until
+
+
+def engine_process(running: Serving) -> int:
+    """The process of the server's engine."""
+    lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(running.process.pid)}
+    [pid] = [pid for pid, line in lines.items() if b"stretto.engine.role" in line]
+    return pid
+
+
+def test_an_engine_that_is_killed_is_replaced_and_open_streams_end_with_an_error(byte_folder: Path) -> None:
+    with serve_process(byte_folder, "--name", NAME, "engine.slots=1") as running:
+        before, url = running.post(COMPLETIONS, asked()).json()["choices"], running.url + COMPLETIONS
+        body = asked(n=8, stream=True)
+        with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(engine_process(running), signal.SIGKILL)
+            assert "engine-0 ended before the completion did" in [line for line in lines if line][-1]
+        assert running.post(COMPLETIONS, asked()).json()["choices"] == before  # it waits for the next engine
+        running.process.terminate()
+        out, err = running.process.communicate(timeout=30)
+        assert (running.process.returncode, err) == (0, "")
+        assert "engine-0 was killed by SIGKILL" in out
+
+
+def test_a_server_that_is_killed_leaves_no_engine(byte_folder: Path) -> None:
+    with serve_process(byte_folder) as running:
+        engine = engine_process(running)
+        running.process.send_signal(signal.SIGKILL)
+        wait_until(lambda: not Path(f"/proc/{engine}/cmdline").exists(), "the engine has ended")
+
+
+def endless(id: str) -> GenerateRequest:
+    return GenerateRequest(id, (97, 98), (1, 2), Sampling(max_tokens=200))
+
+
+async def test_a_client_that_goes_ends_its_own_requests_alone(byte_folder: Path) -> None:
+    engine = engine_of(byte_folder)
+    async with remote_engine(engine) as (_, address):
+        client, seen = HttpEngine("engine-0", address), dict[str, int]()
+
+        async def listen(feed: str) -> None:
+            async for sampled in client.tokens(feed):
+                seen[feed] = seen.get(feed, 0) + len(sampled.tokens)
+
+        await until_up(client)
+        first, second = (asyncio.create_task(listen(name)) for name in ("first", "second"))
+        async with asyncio.timeout(30):
+            await until(lambda: len(seen) == 2, 0)
+            with pytest.raises(RefusedRequest, match="a name that no open feed has"):
+                await listen("first")
+            for feed in seen:
+                await client.submit(feed, [endless(feed)], every_token=True)
+            with pytest.raises(RefusedRequest, match="an open one"):
+                await client.submit("third", [endless("third")], every_token=True)
+            await until(lambda: min(seen.values()) > 0, 0)
+            await cancel_and_wait([first])
+            await until(lambda: engine.health().running == 2, 0)
+            before = seen["second"]
+            await until(lambda: seen["second"] > before, 0)
+            await cancel_and_wait([second])
+            await until(lambda: engine.idle, 0)
+        await client.close()
+    engine.check_integrity()
+
+
+async def test_who_waits_for_an_engine_is_told_that_the_server_stops(byte_folder: Path) -> None:
+    async with remote_engine(engine_of(byte_folder)) as (remote, _):
+        waiting = asyncio.create_task(remote.streaming([endless("a")]).__aenter__())
+        await asyncio.sleep(0.01)
+        assert not waiting.done(), "nothing receives tokens yet"
+        remote.break_off()
+        with pytest.raises(EngineLost, match="is stopping"):
+            await waiting
