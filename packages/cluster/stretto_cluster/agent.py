@@ -111,7 +111,8 @@ class Offer:
 
 @dataclass
 class _Seat:
-    """A place of the agent: a port reserved for its role, a folder, and the role in it."""
+    """A place of the agent: a port reserved for its role, a folder, and the process of its newest role, ended or not;
+    None before the first."""
 
     port: socket.socket
     scratch: Path

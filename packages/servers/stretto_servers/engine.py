@@ -201,11 +201,12 @@ class ExternalEngine:
             self._fail(error)
 
     async def _stream(self, completion: OpenCompletion) -> str:
-        """Send one request to the server and read its tokens; returns why they ended: "stop", "length", or "abort" if
-        an update ended it.
+        """Send one request to the server and read its tokens; returns why they ended: "stop", "length", "abort" if an
+        update ended the request, or another reason of the server, unchecked.
 
         Raises:
-            EngineLost: the server ended the request or its stream for another reason, or without one.
+            EngineLost: the server aborted the request without an update, or ended its stream without a reason.
+            RefusedRequest: the server refuses the request.
             WireError: tokens, their versions, or the reason contradict the request (`take`, `stamp` and `check_end` of
                 `OpenCompletion`).
         """

@@ -363,7 +363,8 @@ class LocalEngine:
         return background().call(self._source.score(tokens))
 
     def close(self) -> None:
-        """Abort all completions, and free the engine's memory or end its processes. Later calls raise EngineLost."""
+        """Abort all completions, and end the engine's processes; an engine in this process keeps its memory until this
+        object is deleted. Later calls raise EngineLost."""
         ending = self._end()
         if ending is not None and not background().here:
             ending.result(_END_SECONDS)

@@ -77,8 +77,8 @@ class _AnyThread(Ledger):
                 super().journal(id, piece, node)
 
     def retract(self, id: str, count: int, node: int = 0) -> None:
-        """Delete all recorded tokens but the first `count` of segment `node` (its index) of the trajectory `id`;
-        ignored if the trajectory's group is no longer in flight."""
+        """Delete all recorded tokens but the first `count`, where a recorded piece ends, of segment `node` (its index)
+        of the trajectory `id`, and the segment's end. Ignored if its group is no longer in flight."""
         with self.lock:
             if self.awaits(id.rpartition("/")[0]):
                 super().retract(id, count, node)

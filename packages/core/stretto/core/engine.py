@@ -101,10 +101,11 @@ class Engine(Protocol):
     async def update(self, version: int, ask: Ask | None = None) -> Loaded:
         """Load a published version. `ask` returns the challenge to send for a version, which the engine answers with
         its scores; None: no challenge. Returns the version that samples the next token, and the scores. A version that
-        is loaded and proven is not loaded again.
+        is loaded and proven is not loaded again, but answers the challenge.
 
         Raises:
             TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.
+            RefusedRequest: the version is older than the version in use.
             EngineLost: the engine cannot be reached, or is stopping.
             DeadlineExceeded: the load made no progress within the client's deadline.
         """

@@ -189,8 +189,9 @@ def cache_folder() -> Path:
 
 def use_interface_of(address: str) -> None:
     """Make torch collectives of this process use the interface with this IP address: set the environment variables of
-    gloo and NCCL that are not set yet. If no interface has the address, none is set. gloo would otherwise use the
-    address of the host name, which may be the loopback's."""
+    gloo and NCCL (for the loopback: of gloo alone) that are not set yet. If no interface has the address, none is set.
+    gloo would otherwise use the address of the host name, which may be the loopback's. Raises ValueError if `address`
+    is no IP address."""
     if (interface := interface_of(address)) is None:
         return
     os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

@@ -77,7 +77,7 @@ class RoleEnd(Generic[Received]):
 
 
 class ConductorEnd(Generic[Received]):
-    """The conductor's end of a channel: each wait is bounded, and errors name the role.
+    """The conductor's end of a channel: each wait but `next` has a deadline, and errors name the role.
 
     A child of the role, or a fork server that hangs, may hold the role's end open. So the channel also closes when the
     role's process ends. Messages that the role has sent before can still be read.

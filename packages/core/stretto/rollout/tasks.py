@@ -87,11 +87,12 @@ class JsonlTask(BaseModel, extra="forbid", frozen=True):
     )
 
     def questions(self, seed: int) -> Questions:
-        """Read all rows, in file order; `seed` is not used, since the prompt stream shuffles.
+        """Read all rows, in file order. Held out are those of `held_out_file`, or without one the last `held_out` rows.
+        `seed` is not used, since the prompt stream shuffles.
 
         Raises:
-            DataError: a file cannot be read or has invalid rows, or there are not more rows than `held_out`.
-            RecipeError: the package that reads them is not installed.
+            DataError: a file cannot be read or has invalid rows, or all rows would be held out.
+            RecipeError: the package stretto-workflows, which reads the files, is not installed.
         """
         found: Questions = from_package(f"{_DATA}.dataset:questions", "task.kind")(self)
         return found

@@ -64,7 +64,8 @@ class EndBody(msgspec.Struct, frozen=True):
 
 
 class GatewayApp(ChatServer):
-    """ASGI application of the gateway."""
+    """ASGI application of the gateway: opens, shows, rewards and ends agents' sessions, and answers the chat requests
+    of each session, which its key names."""
 
     title = "stretto gateway"
 

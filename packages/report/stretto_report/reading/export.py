@@ -132,7 +132,7 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
 
     Raises (from the first ``next``, not from the call):
         RunFolderError: the folder holds no run.
-        StoreError: the ledger cannot be read, or is damaged.
+        StoreError: the ledger cannot be read, or is damaged; a trajectory's damaged tokens are found when it is read.
     """
     folder = RunFolder.open(path)
     with _questions(folder.questions) as question_of, reading(folder.ledger) as connection:

@@ -59,11 +59,11 @@ class BadTests(Undecided):
 
 
 def calls_of_check(source: str, entry_point: str) -> Iterator[CallTest]:
-    """Yield the tests in the asserts of HumanEval's ``def check(candidate): ...``, as calls of `entry_point`. Asserts
-    without a call (``assert True``) are skipped.
+    """Yield the tests in the asserts of HumanEval's ``def check(candidate): ...``, as calls of `entry_point`. ``assert
+    True``, ``pass`` and docstrings are skipped.
 
-    Raises:
-        BadTests: `source` is no Python, has no function `check`, or a statement of it does not assert that a call
+    Raises (while iterated):
+        BadTests: `source` is no Python, has no function `check`, or another statement of it does not say that a call
             equals a literal (``candidate(...) == ...``) or is close to one (``abs(candidate(...) - x) < y``).
     """
     checks = [node for node in _parsed(source).body if isinstance(node, ast.FunctionDef) and node.name == "check"]

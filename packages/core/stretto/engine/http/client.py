@@ -75,7 +75,7 @@ class HttpEngine:
         """Args:
         name: of the engine, in errors.
         address: ``unix:/path/to.sock`` or ``host:port``.
-        answer_seconds: longest wait for the next completion of a request while the engine computes no tokens.
+        answer_seconds: longest wait for scores; and for the next completion while the engine computes no tokens.
         load_seconds: longest time during a load in which the engine reads no further bytes.
         health_seconds: longest wait for any other reply; the engine replies between two steps.
         key: secret sent with each request; "" for none.

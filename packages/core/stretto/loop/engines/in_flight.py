@@ -134,7 +134,7 @@ class GroupInFlight:
         return sum([completion.segment.length for completion in self.ended.values()]) if ended else 0
 
     def known(self, member: int) -> int:
-        """Number of journaled tokens of a member."""
+        """Number of a member's tokens that were journaled while it was unfinished."""
         return self.prefixes[member].tokens if member in self.prefixes else 0
 
 

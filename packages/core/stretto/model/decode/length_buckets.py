@@ -225,11 +225,12 @@ class LengthBuckets:
         bucket.free(slot)
 
     def release(self, row: int) -> None:
-        """Free the slot of a row, which must have one. After the last row all buckets are reset."""
+        """Free the slot of a row, which must have one. After the last row all buckets forget their slots, so that the
+        places of later rows do not depend on earlier ones; the memory stays allocated."""
         bucket, slot = self._places.pop(row)
         bucket.free(slot)
         if not self._places:
-            self.clear()  # empty: reset, so that placement of later rows does not depend on earlier ones
+            self.clear()
 
     def clear(self) -> None:
         """Drop all rows; the memory stays allocated."""

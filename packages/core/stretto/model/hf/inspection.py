@@ -265,7 +265,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has a file of weights in any format, of an adapter, or an index of such files."""
+    """Whether a folder has a file named as weights or as an adapter (safetensors, .bin, .pt), or an index of
+    safetensors files. Other formats are not seen, and contents are not read."""
     return any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
 
 

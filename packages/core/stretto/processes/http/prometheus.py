@@ -11,7 +11,8 @@ Labels = tuple[tuple[str, str], ...]
 
 
 class Metric(NamedTuple):
-    """One metric with its `meaning` (a help text) and samples: (suffix of the name, labels, value).
+    """One metric: a counter, gauge or summary (`kind`), with its `meaning` (a help text) and samples: (suffix of the
+    name, labels, value).
 
     Example: ``Metric("requests_total", "counter", "replies by status", [("", (("status", "200"),), 7)])``
     """

@@ -123,8 +123,8 @@ def _alone(name: str) -> re.Pattern[str]:
 
 
 def _declaration(text: str) -> str | None:
-    """The text without the declaration of an integer at its end ("n ∈ Z", "for all integers n"), and with k for n; None
-    if there is no declaration."""
+    """The text without the declaration of an integer at its end ("n ∈ Z", "for all integers n"), and with k for n
+    unless it has a k already; None if there is no declaration, or nothing before it."""
     plain = _plain(text)
     found = _DECLARED.search(plain)
     if found is None or not (head := plain[: found.start()].strip()):
