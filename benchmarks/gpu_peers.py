@@ -149,13 +149,15 @@ def _continuous(asked: Asked, count: int) -> Iterator[Answers]:
     kernel of the hub, which is not fetched."""
     model: Any = gpu_generation.build(asked.size.shape, asked.device, "sdpa")  # as above
     model.generation_config.eos_token_id = None
+    model._supports_flash_attn = False
+    name = "page_size" if hasattr(ContinuousBatchingConfig, "page_size") else "block_size"  # of transformers 5.17
+    page: dict[str, Any] = {name: PAGE}
     pages = -(-sum(asked.size.answered) // PAGE) + 1
     graphs = None if asked.device.type == "cuda" else False
     config = ContinuousBatchingConfig(
-        page_size=PAGE,
+        **page,
         num_blocks=count * pages,
         max_batch_tokens=max(8192, count),
-        auto_switch_to_flash=False,
         use_cuda_graph=graphs,
     )
 
