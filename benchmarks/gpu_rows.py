@@ -143,8 +143,8 @@ def _drawing(done: dict[str, Any]) -> list[Row]:
     what = f"sampling from {part['vocabulary']:,} logits"
     return [
         _milliseconds(f"{what}, {row['rows']} rows{how}", row)
-        for kind, how in (("plain", ""), ("filtered", ", top-k and top-p"))
-        for row in part[kind]
+        for kind, how in (("plain", ""), ("filtered", ", top-k and top-p"), ("nucleus", ", top-p"))
+        for row in part.get(kind, ())
     ]
 
 

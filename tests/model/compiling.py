@@ -15,9 +15,9 @@ triton: Any = vars(ragged_gpu)["triton"]  # None where it is not installed
 
 _INTEGERS = dict.fromkeys(("slots_R4", "items_N3", "writes_W3", "bounds"), "*i64") | {"cutoffs_R": "*i32"}
 _SUMS = dict.fromkeys(
-    ("sums_NHD", "tops_NH", "masses_NH", "tops_RP", "sums_RP", "logits_RV", "lefts_RPK", "next_lefts_RPK"), "*fp32"
+    ("sums_NHD", "tops_NH", "masses_NH", "tops_RP", "sums_RP", "logits_RV", "reached_RP2D", "chosen_RC"), "*fp32"
 )
-_SETTINGS = dict.fromkeys(("settings_R5", "drawn_R2", "ranges_R3", "next_ranges_R3"), "*fp64")
+_SETTINGS = dict.fromkeys(("settings_R5", "drawn_R2"), "*fp64")
 _FLOATS = dict.fromkeys(("scaling", "eps", "query_eps", "key_eps"), "fp32")
 
 
@@ -49,15 +49,16 @@ def kernels(kind: str, softcap: str, width: str) -> dict[str, str]:
     half: dict[str, Any] = {"HALF": int(width) // 2, "BLOCK": shape["BLOCK_D"] // 2}
     wide: dict[str, Any] = {"WIDTH": 1024, "BLOCK": 1024}
     parts: dict[str, Any] = {"PARTS": 128, "BLOCK": 2048}
-    narrow: dict[str, Any] = {"COUNT": False, "WAYS": 16}
+    near: dict[str, Any] = parts | {"DISTANCES": 16}
     enter = half | {"HEADS": 16, "KV_HEADS": 8, "QUERY_NORM": True, "KEY_NORM": True}
     return {
         "read": assembly(ragged_gpu._read, kind, shape | reading),
         "write": assembly(ragged_gpu._write, kind, shape | {"BLOCK_W": 16}),
         "combine": assembly(ragged_gpu._combine, kind, shape | {"HEADS": 16, "PARTS": 16}),
         "tops": assembly(draw._tops, kind, {"BLOCK": 2048}),
-        "narrow": assembly(draw._narrow, kind, parts | narrow | {"FIRST": False}),
-        "settle": assembly(draw._settle, kind, {"PARTS": 128} | narrow),
+        "reach": assembly(draw._reach, kind, near),
+        "gather": assembly(draw._gather, kind, near | {"ROOM": 16_384}),
+        "cut": assembly(draw._cut, kind, near | {"ROOM": 16_384, "WAYS": 8}),
         "sums": assembly(draw._sums, kind, parts | {"FILTERS": True}),
         "find": assembly(draw._find, kind, parts | {"FILTERS": True}),
         "norm": assembly(fused._norm, kind, wide | {"ADDS": True}),

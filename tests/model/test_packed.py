@@ -57,6 +57,13 @@ def test_the_packed_forward_and_its_gradient_are_those_of_each_sequence_alone(fa
         assert_close(mine.grad, other.grad, operations_of(shape, backward=True))
 
 
+def test_the_packed_forward_reads_nothing_back_from_its_device() -> None:
+    """A GPU would be waited for; the meta device has nothing to read."""
+    sequences = [one.to("meta") for one in tokens()]
+    model: Any = build(FAMILIES[0], PACKED_ATTENTION)
+    assert forward(model.to("meta"), pack(LENGTHS, "meta"), sequences).is_meta
+
+
 @pytest.mark.parametrize("asked", [{"s_aux": torch.zeros(1)}, {"position_bias": torch.zeros(1)}])
 def test_attention_that_is_not_computed_is_refused_by_name(asked: dict[str, Any]) -> None:
     x = torch.zeros(1, 2, 5, 8)

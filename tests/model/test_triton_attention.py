@@ -172,8 +172,8 @@ def test_the_kernels_compile_for_an_h100_and_move_16_bytes_at_once(tmp_path: Pat
         assert set(re.findall(r"st\.global\.([\w.]+)", kernels["write"])) == {"v4.b32"}
         assert kernels["combine"]
         assert kernels["find"]
-        assert kernels["settle"]
+        assert kernels["cut"]
         assert kernels["rotate"]
         assert kernels["enter"]
-        for name in ("tops", "narrow", "sums", "norm", "gate"):
+        for name in ("tops", "reach", "gather", "sums", "norm", "gate"):
             assert "v4.b32" in re.findall(r"ld\.global\.(v4\.b32)", kernels[name]), f"{name}: 16 bytes at once"

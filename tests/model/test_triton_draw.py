@@ -55,9 +55,12 @@ def test_it_takes_the_token_of_the_same_uniform_number(size: int, block: int, mo
     assert_drawn(logits, [1.0, 0.6, 0.0, 1.0, 2.5], [0.0, 0.7, 0.5, 0.5, LAST], None)
 
 
-def test_filters_leave_what_the_plain_way_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Top-k and top-p with ties at the edge, alone and together, beside min-p and a row without any."""
+@pytest.mark.parametrize("room", [16_384, 4])
+def test_filters_leave_what_the_plain_way_leaves(room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Top-k and top-p with ties at the edge, alone and together, beside min-p and a row without any; whether or not
+    the tokens that may be kept have room."""
     monkeypatch.setattr(draw, "_BLOCK", 16)
+    monkeypatch.setattr(draw, "_ROOM", room)
     logits = 2 * torch.randn(5, 30, generator=torch.Generator().manual_seed(3))
     logits[0, [3, 9, 11]] = 5.0  # of these top-k 2 keeps all
     logits[1, [4, 20]] = logits[1].max()

@@ -149,6 +149,13 @@ def test_each_branch_by_hand() -> None:
     assert (part.ids, part.loss_tokens) == (("g/0",), 6)
 
 
+def test_a_minibatch_reads_nothing_back_from_its_device() -> None:
+    """A GPU would be waited for; the meta device has nothing to read."""
+    samples = samples_of(batch(BRANCHES), AlgorithmConfig(advantages=ESTIMATORS("reward")), LONGEST).samples
+    (made,) = minibatch(samples, OptimizerConfig(), "token_mean", LONGEST, torch.device("meta")).micro_batches
+    assert made.scale.shape == made.packed.wanted.shape == (6,)
+
+
 def test_a_trajectory_of_many_paths_counts_once_in_its_group() -> None:
     # rewards 1 and 0: their mean is 0.5, however many paths have them
     config = AlgorithmConfig(advantages=ESTIMATORS("group_mean"))

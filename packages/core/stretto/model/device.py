@@ -1,12 +1,16 @@
-"""The device of a process: its share of a GPU's memory, and errors that name the process that ran out of memory."""
+"""The device of a process: its share of a GPU's memory, copies to it, and errors that name the process that ran out of
+memory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+import numpy.typing as npt
 import torch
+from torch import Tensor
 
 from stretto.core.errors import OutOfMemory
 
@@ -26,6 +30,15 @@ def take_share(share: float) -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if share < _WHOLE:
         torch.cuda.set_per_process_memory_fraction(share)
+
+
+def copied(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
+    """A copy of an array on a device; on the CPU the array itself. A GPU copies it in the order of its work, and the
+    process does not wait."""
+    tensor = torch.from_numpy(array)
+    if torch.device(device).type == "cuda" and array.size:
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def spare(device: torch.device, coming: int) -> int | None:

@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from stretto.model.device import copied
+
 Ints = npt.NDArray[np.int64]
 
 #: A sequence shorter than this fraction of the bucket's longest starts a new bucket.
@@ -142,7 +144,7 @@ def pack(
         "shared_cells": first_cells.repeat(shared) + inside,
         "shared_tokens": starts[sources].repeat(shared) + inside,
     }
-    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    tensors = {name: copied(array, device) for name, array in arrays.items()}
     return Packing(lengths=tuple(lengths), buckets=buckets, **tensors)
 
 

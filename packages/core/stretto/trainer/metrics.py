@@ -28,6 +28,7 @@ _NAMES = {
     "kl_behavior": "kl_behavior",
     "outlier": "outlier_fraction",
 }
+_LARGEST = "largest error"
 _SUMS = ("tokens", "loss", *DIAGNOSTICS, "entropy", "kl_reference", "error", "agreeing", "value_loss")
 
 
@@ -51,7 +52,7 @@ class Meter:
     def computed(self, loss: Loss, tokens: int, entropy: Tensor | None) -> None:
         """Add the loss of a micro-batch of `tokens` loss tokens. `entropy`: of each token; None: not measured."""
         self._sums["loss"].append(loss.value.detach())
-        self._sums["tokens"].append(loss.sums.new_tensor(tokens))
+        self._sums["tokens"].append(loss.sums.new_full((), tokens))
         for name, diagnostic in zip(DIAGNOSTICS, loss.sums, strict=True):
             self._sums[name].append(diagnostic)
         if loss.kl_reference is not None:
@@ -95,7 +96,7 @@ class Meter:
         measured: dict[str, float] = {"bad_steps": float(sum(not step.taken for step in steps))}
         if norms := [step.grad_norm for step in self._steps if step.taken]:
             measured["grad_norm"] = fmean(norms)
-        sums = self._totals(ranks)
+        sums, largest = self._totals(ranks)
         if tokens := sums["tokens"]:
             measured["loss"] = sums["loss"] / max(1, len(self._steps))
             measured |= {name: sums[diagnostic] / tokens for diagnostic, name in _NAMES.items()}
@@ -108,9 +109,8 @@ class Meter:
             measured["kl_reference"] = self._kl_in_reward
         if sums["agreeing"]:
             measured["behavior_logprob_error"] = sums["error"] / sums["agreeing"]
-            own = float(torch.stack(self._errors).max()) if self._errors else 0.0
-            largest, _ = ranks.all_gather(torch.tensor([own], dtype=torch.float64))
-            measured["behavior_logprob_error_max"] = float(largest.max())
+            errors, _ = ranks.all_gather(torch.tensor([largest], dtype=torch.float64))
+            measured["behavior_logprob_error_max"] = float(errors.max())
         return {name: value for name, value in measured.items() if math.isfinite(value)}
 
     def agreement(self, ranks: Ranks, engines: Sequence[str]) -> tuple[Agreement, ...]:
@@ -118,10 +118,11 @@ class Meter:
         `compared` counts; engines without such tokens are left out. `engines`: all engines of the batch, the same on
         every rank. All ranks must call it."""
         own = {name: [0.0, 0.0] for name in engines}
-        for names, sums_S in self._by_sequence:
-            for name, (error, tokens) in zip(names, sums_S.tolist(), strict=True):
-                own[name][0] += error
-                own[name][1] += tokens
+        names = [name for each, _ in self._by_sequence for name in each]
+        sums = torch.cat([sums_S for _, sums_S in self._by_sequence]).tolist() if names else []
+        for name, (error, tokens) in zip(names, sums, strict=True):
+            own[name][0] += error
+            own[name][1] += tokens
         totals = ranks.all_reduce(torch.tensor(list(own.values()), dtype=torch.float64).reshape(-1)).reshape(-1, 2)
         return tuple(
             Agreement(name, round(tokens), error / tokens)
@@ -129,11 +130,13 @@ class Meter:
             if name and tokens
         )
 
-    def _totals(self, ranks: Ranks) -> dict[str, float]:
-        """Every sum over micro-batches and ranks, by name; 0 for one that was not measured."""
+    def _totals(self, ranks: Ranks) -> tuple[dict[str, float], float]:
+        """Every sum over micro-batches and ranks, by name, 0 for one that was not measured; and this rank's largest
+        error."""
         # Read from the device once: each read waits for all that was launched.
         sums = {name: torch.stack(values).sum().double() for name, values in self._sums.items() if values}
+        sums |= {_LARGEST: torch.stack(self._errors).max().double()} if self._errors else {}
         found = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
         own = [found.get(name, 0.0) for name in self._sums]
         totals = ranks.all_reduce(torch.tensor(own, dtype=torch.float64))
-        return dict(zip(self._sums, totals.tolist(), strict=True))
+        return dict(zip(self._sums, totals.tolist(), strict=True)), found.get(_LARGEST, 0.0)

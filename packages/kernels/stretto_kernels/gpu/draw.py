@@ -5,16 +5,21 @@ memory of the vocabulary's size is allocated. All settings are copied from the h
 log-probabilities are copied back at once::
 
     tops       one program per part of a row: its largest logit
-    narrow     one program per part: weights above the cutoffs to try; a few rounds for each filter
     sums       one program per part: its weight
     find       one program per row: finds the part, then the token in it
 
     settings   uniform | temperature, 0: greedy | top-k | top-p | log of min-p      [R, 5], float64
     drawn      token | log-probability                                              [R, 2], float64
 
+With top-k or top-p, three more come before `sums`::
+
+    reach      one program per part: tokens within each of 16 distances from the largest logit; their weight for top-p
+    gather     one program per part: copies the tokens within the least distance that has enough, if they are few
+    cut        one program per row: the cutoff, among these tokens; among all if they are many
+
 A cutoff is the largest number such that enough tokens (top-k) or enough of their mass (top-p) have a logit of at least
-this number. It is among the 2^32 float32 numbers, ordered as integers, so no sorting is needed. A round tries 16
-numbers at equal distances, and leaves a range of a sixteenth::
+this number. It is among the 2^32 float32 numbers, ordered as integers, so no sorting is needed. A round of `cut` tries
+8 numbers at equal distances, and leaves a range of an eighth::
 
     low                         high         round 1      enough tokens are left at the first five
      | x | x | x | x | x |   |   |
@@ -25,7 +30,7 @@ cumulative weight exceeds uniform x mass, as on the CPU: parts are searched firs
 
 Sums over a part are float32, sums of parts float64. TRITON_INTERPRET=1 runs the kernels on the CPU.
 
-Axes: R row, V vocabulary, P part of a row, B token of a part, K number to try as a cutoff.
+Axes: R row, V vocabulary, P part of a row, B token of a part, D distance, C gathered token, K cutoff to try.
 """
 
 from __future__ import annotations
@@ -46,8 +51,9 @@ Filters = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64], npt.NDArray[np.f
 DRAWS = triton is not None
 
 _BLOCK = 2048  # tokens of a part
-_WAYS = 16  # numbers that a round tries
-_ROUNDS = 8  # 16^8 = 2^32
+_DISTANCES = 16
+_WAYS = 8  # numbers that a round tries
+_ROOM = 16_384  # most tokens of a row that are gathered
 _SETTINGS = 5
 _LOWEST = -(2**31)
 
@@ -105,104 +111,193 @@ def _top(tops_RP: tl.tensor, row: tl.tensor, parts: tl.tensor, PARTS: tl.constex
 
 
 @kernel
-def _narrowed(
-    ranges_R3: tl.tensor,
-    lefts_RPK: tl.tensor,
-    row: tl.tensor,
-    parts: tl.tensor,
-    WAYS: tl.constexpr,
-    PARTS: tl.constexpr,
-) -> Any:
-    """The range of possible cutoffs of a row after a round: its lowest number, which leaves enough; the number after
-    its last; and how many tokens, or how much weight, are wanted. `parts` of a row; `PARTS`: rounded up to a power of
-    two."""
-    low, high = tl.load(ranges_R3 + row * 3).to(tl.int64), tl.load(ranges_R3 + row * 3 + 1).to(tl.int64)
-    wanted = tl.load(ranges_R3 + row * 3 + 2)
-    places_P, ways_K = tl.arange(0, PARTS), tl.arange(0, WAYS)
-    places_PK = (row * parts + places_P)[:, None] * WAYS + ways_K[None, :]
-    lefts_PK = tl.load(lefts_RPK + places_PK, mask=(places_P < parts)[:, None], other=0.0)
-    lefts_K = tl.sum(lefts_PK.to(tl.float64), 0)
-    # Below zero it is a share of the weight at the lowest number, which is known from the first round on.
-    wanted = tl.where(wanted < 0.0, -wanted * tl.sum(tl.where(ways_K == 0, lefts_K, 0.0), 0), wanted)
-    best = tl.max(tl.where(lefts_K >= wanted, ways_K, 0), 0).to(tl.int64)
-    return low + (high - low) * best // WAYS, low + (high - low) * (best + 1) // WAYS, wanted
+def _asked(settings_R5: tl.tensor, row: tl.tensor, size: tl.tensor) -> Any:
+    """Top-k (0: off) and top-p (1 or more: off) of a row."""
+    return tl.minimum(tl.load(settings_R5 + row * 5 + 2), size.to(tl.float64)), tl.load(settings_R5 + row * 5 + 3)
 
 
 @kernel
-def _wanted(settings_R5: tl.tensor, row: tl.tensor, size: tl.tensor, COUNT: tl.constexpr) -> tl.tensor:
-    """A row's top-k (`COUNT`), a number of tokens, or its top-p, the negative of a share of their weight; 0: no such
-    filter."""
-    if COUNT:
-        wanted = tl.minimum(tl.load(settings_R5 + row * 5 + 2), size.to(tl.float64))
-    else:
-        share = tl.load(settings_R5 + row * 5 + 3)
-        wanted = tl.where(share < 1.0, -share, 0.0)
-    return wanted
+def _ranked(settings_R5: tl.tensor, row: tl.tensor, top: tl.tensor) -> tl.tensor:
+    """Whether a row has top-k or top-p, and is a distribution (`_top`)."""
+    given = (tl.load(settings_R5 + row * 5 + 2) > 0.0) | (tl.load(settings_R5 + row * 5 + 3) < 1.0)
+    return given & (top > float("-inf"))
 
 
 @kernel
-def _narrow(
+def _edge(top: tl.tensor, distance: tl.tensor, DISTANCES: tl.constexpr) -> tl.tensor:
+    """The least logit within a distance, given by its number; within the last one all are. Each is computed exactly
+    but for one rounding, so that all kernels agree."""
+    below = (distance * (distance + 8)).to(tl.float32) * 0.0625  # 0.56, 1.25, ..., 19.25
+    return tl.where(distance == DISTANCES - 1, float("-inf"), top - below)
+
+
+@kernel
+def _reach(
     logits_RV: tl.tensor,
     stride: tl.tensor,
     settings_R5: tl.tensor,
     tops_RP: tl.tensor,
-    cutoffs_R: tl.tensor,
-    ranges_R3: tl.tensor,
-    lefts_RPK: tl.tensor,
-    next_ranges_R3: tl.tensor,
-    next_lefts_RPK: tl.tensor,
+    reached_RP2D: tl.tensor,
     size: tl.tensor,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    WAYS: tl.constexpr,
+    DISTANCES: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """A round of the search for cutoffs. Program (r, p): how much of part p of row r is at least each number to try:
-    tokens, or without `COUNT` their weight. The range is that of the round before, at first all from the row's cutoff
-    so far."""
+    """Program (r, p): the number of tokens of part p of row r within each distance; without top-k their weight too."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     top = _top(tops_RP, row, parts, PARTS)
-    wanted = _wanted(settings_R5, row, size, COUNT)
-    if (wanted != 0.0) & (top > float("-inf")):
-        if FIRST:
-            low, high = tl.load(cutoffs_R + row).to(tl.int64), _ordered(top).to(tl.int64) + 1
-        else:
-            low, high, wanted = _narrowed(ranges_R3, lefts_RPK, row, parts, WAYS, PARTS)
-        if part == 0:
-            tl.store(next_ranges_R3 + row * 3, low.to(tl.float64))
-            tl.store(next_ranges_R3 + row * 3 + 1, high.to(tl.float64))
-            tl.store(next_ranges_R3 + row * 3 + 2, wanted)
-        ways_K = tl.arange(0, WAYS)
-        cutoffs_K = (low + (high - low) * ways_K // WAYS).to(tl.int32)
+    if _ranked(settings_R5, row, top):
         divisor, _ = _degree(settings_R5, row)
         logits_B, places_B = _block(logits_RV + row.to(tl.int64) * stride, part * BLOCK, size, divisor, BLOCK)
-        if COUNT:
-            weights_B = tl.where(places_B < size, 1.0, 0.0)
-        else:
-            weights_B = tl.where(places_B < size, tl.exp(logits_B - top), 0.0)
-        kept_KB = _ordered(logits_B)[None, :] >= cutoffs_K[:, None]
-        lefts_K = tl.sum(tl.where(kept_KB, weights_B[None, :], 0.0), 1)
-        tl.store(next_lefts_RPK + (row * parts + part) * WAYS + ways_K, lefts_K)
+        ones_B = tl.where(places_B < size, 1.0, 0.0)
+        distances_D = tl.arange(0, DISTANCES)
+        near_DB = logits_B[None, :] >= _edge(top, distances_D, DISTANCES)[:, None]
+        to_D = reached_RP2D + (row * parts + part) * 2 * DISTANCES + distances_D
+        tl.store(to_D, tl.sum(tl.where(near_DB, ones_B[None, :], 0.0), 1))
+        if tl.load(settings_R5 + row * 5 + 2) == 0.0:
+            weights_B = tl.exp(logits_B - top)
+            tl.store(to_D + DISTANCES, tl.sum(tl.where(near_DB, weights_B[None, :], 0.0), 1))
 
 
 @kernel
-def _settle(
+def _needed(
+    settings_R5: tl.tensor,
+    reached_RP2D: tl.tensor,
+    row: tl.tensor,
+    part: tl.tensor,
+    parts: tl.tensor,
+    size: tl.tensor,
+    DISTANCES: tl.constexpr,
+    PARTS: tl.constexpr,
+) -> Any:
+    """The number of the least distance within which a row has enough tokens for top-k; without top-k, enough weight for
+    top-p. Also the tokens within it, those of them in earlier parts than `part`, and without top-k the weight of all
+    tokens. `parts`: number of parts of a row; `PARTS`: the same, rounded up to a power of two."""
+    top_k, top_p = _asked(settings_R5, row, size)
+    places_P, distances_D = tl.arange(0, PARTS), tl.arange(0, DISTANCES)
+    from_PD = reached_RP2D + ((row * parts + places_P) * 2 * DISTANCES)[:, None] + distances_D[None, :]
+    counts_PD = tl.load(from_PD, mask=(places_P < parts)[:, None], other=0.0).to(tl.int32)
+    weighed = places_P < tl.where(top_k > 0.0, 0, parts)
+    weights_PD = tl.load(from_PD + DISTANCES, mask=weighed[:, None], other=0.0)
+    counts_D, weights_D = tl.sum(counts_PD, 0), tl.sum(weights_PD.to(tl.float64), 0)
+    weight = tl.max(weights_D, 0)
+    enough_D = tl.where(top_k > 0.0, counts_D.to(tl.float64) >= top_k, weights_D >= top_p * weight)
+    distance = tl.min(tl.where(enough_D, distances_D, DISTANCES - 1), 0)
+    counts_P = tl.sum(tl.where(distances_D[None, :] == distance, counts_PD, 0), 1)
+    return distance, tl.sum(counts_P, 0), tl.sum(tl.where(places_P < part, counts_P, 0), 0), weight
+
+
+@kernel
+def _gather(
+    logits_RV: tl.tensor,
+    stride: tl.tensor,
     settings_R5: tl.tensor,
     tops_RP: tl.tensor,
-    cutoffs_R: tl.tensor,
-    ranges_R3: tl.tensor,
-    lefts_RPK: tl.tensor,
+    reached_RP2D: tl.tensor,
+    chosen_RC: tl.tensor,
     size: tl.tensor,
-    parts: tl.tensor,
+    ROOM: tl.constexpr,
+    DISTANCES: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Program (r, p) copies the logits of part p of row r within the distance that is needed to their places among
+    those of the row, in the order of tokens, if the row has at most `ROOM`."""
+    row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    top = _top(tops_RP, row, parts, PARTS)
+    if _ranked(settings_R5, row, top):
+        distance, count, before, _weight = _needed(settings_R5, reached_RP2D, row, part, parts, size, DISTANCES, PARTS)
+        edge = _edge(top, distance, DISTANCES)
+        if (count <= ROOM) & (tl.load(tops_RP + row * parts + part) >= edge):
+            divisor, _greedy = _degree(settings_R5, row)
+            logits_B, places_B = _block(logits_RV + row.to(tl.int64) * stride, part * BLOCK, size, divisor, BLOCK)
+            near_B = (logits_B >= edge) & (places_B < size)
+            to_B = row * ROOM + before + tl.cumsum(near_B.to(tl.int32), 0) - 1
+            tl.store(chosen_RC + to_B, logits_B, mask=near_B)
+
+
+@kernel
+def _left(
+    logits_C: tl.tensor,
+    count: tl.tensor,
+    divisor: tl.tensor,
+    top: tl.tensor,
+    cutoffs_K: tl.tensor,
     COUNT: tl.constexpr,
     WAYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """How much each cutoff leaves of `count` logits: tokens, or without `COUNT` their weight."""
+    lefts_K = tl.zeros([WAYS], tl.float64)
+    for first in range(0, count, BLOCK):
+        logits_B, places_B = _block(logits_C, first, count, divisor, BLOCK)
+        weights_B = tl.where(places_B < count, 1.0, 0.0) if COUNT else tl.exp(logits_B - top)
+        kept_KB = _ordered(logits_B)[None, :] >= cutoffs_K[:, None]
+        lefts_K += tl.sum(tl.where(kept_KB, weights_B[None, :], 0.0), 1).to(tl.float64)
+    return lefts_K
+
+
+@kernel
+def _cutoff(
+    logits_C: tl.tensor,
+    count: tl.tensor,
+    divisor: tl.tensor,
+    top: tl.tensor,
+    low: tl.tensor,
+    wanted: tl.tensor,
+    COUNT: tl.constexpr,
+    WAYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The largest cutoff, from `low` on, that leaves as much as is wanted of `count` logits (`_left`)."""
+    ways_K = tl.arange(0, WAYS)
+    high = _ordered(top).to(tl.int64) + 1
+    while high - low > 1:
+        cutoffs_K = (low + (high - low) * ways_K // WAYS).to(tl.int32)
+        lefts_K = _left(logits_C, count, divisor, top, cutoffs_K, COUNT, WAYS, BLOCK)
+        best = tl.max(tl.where(lefts_K >= wanted, ways_K, 0), 0).to(tl.int64)
+        step = high - low
+        high = low + step * (best + 1) // WAYS
+        low = low + step * best // WAYS
+    return low
+
+
+@kernel
+def _cut(
+    logits_RV: tl.tensor,
+    stride: tl.tensor,
+    settings_R5: tl.tensor,
+    tops_RP: tl.tensor,
+    reached_RP2D: tl.tensor,
+    chosen_RC: tl.tensor,
+    cutoffs_R: tl.tensor,
+    size: tl.tensor,
+    parts: tl.tensor,
+    ROOM: tl.constexpr,
+    WAYS: tl.constexpr,
+    DISTANCES: tl.constexpr,
     PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """Program r stores the cutoff of row r after the last round of a filter; rows without this filter keep theirs."""
+    """Program r stores the cutoff of row r by top-k and top-p; rows without them keep theirs."""
     row = tl.program_id(0)
-    if (_wanted(settings_R5, row, size, COUNT) != 0.0) & (_top(tops_RP, row, parts, PARTS) > float("-inf")):
-        low, _, _ = _narrowed(ranges_R3, lefts_RPK, row, parts, WAYS, PARTS)
+    top = _top(tops_RP, row, parts, PARTS)
+    if _ranked(settings_R5, row, top):
+        top_k, top_p = _asked(settings_R5, row, size)
+        distance, count, _before, weight = _needed(settings_R5, reached_RP2D, row, 0, parts, size, DISTANCES, PARTS)
+        low = tl.where(distance == DISTANCES - 1, -(2**31), _ordered(_edge(top, distance, DISTANCES))).to(tl.int64)
+        divisor, _greedy = _degree(settings_R5, row)
+        logits_C = logits_RV + row.to(tl.int64) * stride
+        if count <= ROOM:
+            logits_C, divisor = chosen_RC + row.to(tl.int64) * ROOM, 1.0
+        else:
+            count = size
+        if top_k > 0.0:
+            low = _cutoff(logits_C, count, divisor, top, low, top_k, True, WAYS, BLOCK)
+            cutoffs_K = low.to(tl.int32) + tl.zeros([WAYS], tl.int32)
+            weight = tl.max(_left(logits_C, count, divisor, top, cutoffs_K, False, WAYS, BLOCK), 0)
+        if top_p < 1.0:
+            low = _cutoff(logits_C, count, divisor, top, low, top_p * weight, False, WAYS, BLOCK)
         tl.store(cutoffs_R + row, low.to(tl.int32))
 
 
@@ -341,43 +436,31 @@ def draw_on_device(
         with np.errstate(divide="ignore"):
             settings[rows, 4] = np.log(min_p)
     logits_RV = logits_RV if logits_RV.stride(1) == 1 else logits_RV.contiguous()
-    kinds = (filters[0] > 0, filters[1] < 1.0) if filters is not None else ()
-    used = filters is not None, *(bool(np.any(kind)) for kind in kinds)
+    ranked = filters is not None and bool(np.any((filters[0] > 0) | (filters[1] < 1.0)))
     # Nothing waits for the device before the result is read: settings and launches are queued behind the logits.
-    drawn = _launched(logits_RV, held.to(device, non_blocking=True), used).cpu().numpy()
+    drawn = _launched(logits_RV, held.to(device, non_blocking=True), filters is not None, ranked).cpu().numpy()
     return drawn[:, 0].astype(np.int64), drawn[:, 1].astype(np.float32)
 
 
-def _launched(logits_RV: Tensor, settings_R5: Tensor, filters: tuple[bool, ...]) -> Tensor:
-    """Launch the kernels of a draw; returns token and log-probability of each row, [R, 2]. `filters`: whether a row has
-    filters; and if so, whether one has top-k, and top-p."""
+def _launched(logits_RV: Tensor, settings_R5: Tensor, filtered: bool, ranked: bool) -> Tensor:
+    """Launch the kernels of a draw; returns [R, 2]. `filtered`: whether a row has filters; `ranked`: whether one has
+    top-k or top-p."""
     count, size = logits_RV.shape
     block = min(_BLOCK, triton.next_power_of_2(size))
     parts = triton.cdiv(size, block)
     constants = {"PARTS": triton.next_power_of_2(parts), "BLOCK": block, "num_warps": 8}
     drawn_R2 = settings_R5.new_empty((count, 2))
     tops_RP, sums_RP = logits_RV.new_empty((2, count, parts))
-    cutoffs_R = torch.full((count if filters[0] else 0,), _LOWEST, dtype=torch.int32, device=logits_RV.device)
+    cutoffs_R = torch.full((count if filtered else 0,), _LOWEST, dtype=torch.int32, device=logits_RV.device)
     given = logits_RV, logits_RV.stride(0), settings_R5, tops_RP
     _tops[(count, parts)](*given, size, BLOCK=block, num_warps=8)
-    for by_count, wanted in zip((True, False), filters[1:], strict=False):
-        if wanted:
-            _cut(given, cutoffs_R, size, by_count, constants)
-    _sums[(count, parts)](*given, cutoffs_R, sums_RP, size, FILTERS=filters[0], **constants)
-    _find[(count,)](*given, cutoffs_R, sums_RP, drawn_R2, size, parts, FILTERS=filters[0], **constants)
+    if ranked:
+        reached_RP2D, chosen_RC = (tops_RP.new_empty((count, n)) for n in (parts * 2 * _DISTANCES, _ROOM))
+        constants_D = constants | {"DISTANCES": _DISTANCES}
+        _reach[(count, parts)](*given, reached_RP2D, size, **constants_D)
+        _gather[(count, parts)](*given, reached_RP2D, chosen_RC, size, ROOM=_ROOM, **constants_D)
+        tables = reached_RP2D, chosen_RC, cutoffs_R
+        _cut[(count,)](*given, *tables, size, parts, ROOM=_ROOM, WAYS=_WAYS, **constants_D)
+    _sums[(count, parts)](*given, cutoffs_R, sums_RP, size, FILTERS=filtered, **constants)
+    _find[(count,)](*given, cutoffs_R, sums_RP, drawn_R2, size, parts, FILTERS=filtered, **constants)
     return drawn_R2
-
-
-def _cut(given: tuple[Any, ...], cutoffs_R: Tensor, size: int, by_count: bool, constants: dict[str, int]) -> None:
-    """Raise each row's cutoff to that of its top-k (`by_count`) or top-p; rows without this filter keep theirs."""
-    *_, settings_R5, tops_RP = given
-    count, parts = tops_RP.shape
-    ranges_2R3, lefts_2RPK = settings_R5.new_empty((2, count, 3)), tops_RP.new_empty((2, count, parts, _WAYS))
-    kinds = {"COUNT": by_count, "WAYS": _WAYS}
-    for number in range(_ROUNDS):
-        old, new = (number + 1) % 2, number % 2
-        tables = ranges_2R3[old], lefts_2RPK[old], ranges_2R3[new], lefts_2RPK[new]
-        _narrow[(count, parts)](*given, cutoffs_R, *tables, size, FIRST=number == 0, **kinds, **constants)
-    last = ranges_2R3[(_ROUNDS - 1) % 2], lefts_2RPK[(_ROUNDS - 1) % 2]
-    known = {name: value for name, value in constants.items() if name != "BLOCK"}
-    _settle[(count,)](settings_R5, tops_RP, cutoffs_R, *last, size, parts, **kinds, **known)

@@ -1,8 +1,9 @@
 """The packed attention path: many sequences in one row, without padding and without attending to each other.
 
 Attention is causal, so the right padding of the cells (`stretto.model.layout`) has no effect, and the packed forward
-equals the forward of each sequence alone. The transformers module is used unchanged: it finds `packed_attention` and
-`_no_mask` under the name "stretto_packed", and passes them the `Packing` given to its forward.
+equals the forward of each sequence alone. The transformers module is used unchanged: it finds `packed_attention` under
+the name "stretto_packed", and passes it the `Packing` given to its forward. It makes no mask, since none of its
+functions for masks has this name.
 
 Axes: T packed token, C cell, B row of a bucket, L length of a bucket or of its queries, E of its keys, H query head, K
 key/value head, D head width.
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.attention_support import UNSUPPORTED
@@ -266,9 +267,4 @@ def attend_last(query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor
     return _in_bucket(query.to(value.dtype), key, value, rule).transpose(1, 2)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Return None in place of a mask: the `Packing` has the boundaries of the sequences."""
-
-
 AttentionInterface.register(PACKED_ATTENTION, packed_attention)
-AttentionMaskInterface.register(PACKED_ATTENTION, _no_mask)

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.core.records import Sampling
+from stretto.model.device import copied
 from stretto.model.layout import DivideRow, Ints, Packing, RowPart, pack, round_length
 from stretto.model.truncation import Truncation, truncate
 from stretto_kernels.gpu import logprobs as gpu_logprobs
@@ -198,8 +199,9 @@ def pack_tokens(
     packing = pack([len(row) for row in rows], device, prefixes)
     # Each of these has a number for each wanted position: of its sequence, or its source.
     counts, inside = [len(one) for one in places], np.concatenate(places)
-    starts = np.asarray(packing.starts.tolist())
-    (sources, shared), ends = np.asarray(prefixes, np.int64).T, np.asarray(packing.lengths) + (targets is not None)
+    (sources, shared), sizes = np.asarray(prefixes, np.int64).T, np.asarray(packing.lengths)
+    ends = sizes + (targets is not None)
+    starts = (sizes - shared).cumsum() - (sizes - shared)  # `packing.starts`, without a wait for its device
     prefix, end = shared.repeat(counts), ends.repeat(counts)
     if (outside := np.flatnonzero((inside < np.maximum(prefix, 1)) | (inside >= end))).size:
         s = int(np.searchsorted(np.cumsum(counts), outside[0], side="right"))
@@ -210,14 +212,14 @@ def pack_tokens(
     return PackedTokens(
         input_ids=_tensor([row[prefix:] for row, (_, prefix) in zip(rows, prefixes, strict=True)], device)[None],
         packing=packing,
-        wanted=torch.from_numpy(at).to(device),
-        before=torch.from_numpy(before).to(device),
+        wanted=copied(at, device),
+        before=copied(before, device),
         targets=None if targets is None else _tensor([np.asarray(one, np.int64) for one in targets], device),
     )
 
 
 def _tensor(parts: Sequence[Ints], device: torch.device | str) -> Tensor:
-    return torch.from_numpy(np.concatenate(parts)).to(device)
+    return copied(np.concatenate(parts), device)
 
 
 def _shared_prefixes(sequences: Sequence[Ints], prompts: Sequence[int]) -> list[tuple[int, int]]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from stretto.core.records import Batch
+from stretto.model.device import copied
 from stretto.model.packed.logprobs import PackedTokens, pack_tokens
 from stretto.trainer.batch.paths import Ints, PathTokens, as_column, paths_of, trajectory_of
 from stretto.trainer.batch.samples import Sample, chosen_of, scored_of
@@ -180,10 +181,10 @@ def minibatch(
 
 def _micro_batch(samples: Sequence[Sample], scales: Sequence[float], device: torch.device) -> MicroBatch:
     def column(parts: Iterable[Column]) -> Tensor:
-        return torch.from_numpy(as_column(np.concatenate([np.zeros(0, np.float32), *parts]), np.float32)).to(device)
+        return copied(as_column(np.concatenate([np.zeros(0, np.float32), *parts]), np.float32), device)
 
     lengths = [len(sample.loss_positions) for sample in samples]
-    sequences = Sequences.of(torch.tensor(lengths, dtype=torch.int64, device=device))  # a rank may have none
+    sequences = Sequences.of(copied(np.array(lengths, np.int64), device), sum(lengths))  # a rank may have none
     scale = sequences.spread(column([scales]))
     if any(len(sample.weights) for sample in samples):
         scale = scale * column(sample.weights for sample in samples)
@@ -208,7 +209,7 @@ def _mixed(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
     if not any(len(sample.mixed) for sample in samples):
         return None
     each = [np.asarray(one.mixed) if len(one.mixed) else np.zeros(len(one.loss_positions)) for one in samples]
-    return torch.from_numpy(np.concatenate(each) > 0).to(device)
+    return copied(np.concatenate(each) > 0, device)
 
 
 def _packed(samples: Sequence[Sample], device: torch.device) -> PackedTokens:
@@ -233,7 +234,7 @@ def _chosen(samples: Sequence[Sample], device: torch.device) -> Tensor | None:
     for sample in samples:
         chosen.append(start + chosen_of(sample))
         start += len(scored_of(sample))
-    return torch.from_numpy(np.concatenate(chosen)).to(device)
+    return copied(np.concatenate(chosen), device)
 
 
 @torch.no_grad()

@@ -41,10 +41,11 @@ class Sequences:
     lengths: Tensor  # [S] int64, at least 1
 
     @classmethod
-    def of(cls, lengths_S: Tensor) -> Sequences:
-        """Make the assignment from the number of loss tokens of each sequence, [S] int64."""
+    def of(cls, lengths_S: Tensor, tokens: int | None = None) -> Sequences:
+        """Make it from the number of loss tokens of each sequence, [S] int64. `tokens`: their sum; without it a GPU is
+        waited for."""
         order_S = lengths_S.new_ones(lengths_S.shape).cumsum(0) - 1
-        return cls(order_S.repeat_interleave(lengths_S), lengths_S)
+        return cls(order_S.repeat_interleave(lengths_S, output_size=tokens), lengths_S)
 
     def sums(self, values_N: Tensor) -> Tensor:
         """Sum per sequence, [N, ...] -> [S, ...], differentiable."""
