@@ -207,4 +207,5 @@ def test_serve_refuses_a_folder_or_an_address_that_cannot_be(door: Door, tmp_pat
         taken.listen()
         port = taken.getsockname()[1]
         door("serve", folder, "--port", port).refused(f"--port: 127.0.0.1:{port}: Address already in use")
-    door("serve", folder, "--host", "192.0.2.1").refused("--port: 192.0.2.1:8000: ")
+    for host in ("192.0.2.1", "no.such.host.invalid"):
+        door("serve", folder, "--host", host).refused(f"--host: {host}: ", "give an address of this machine")

@@ -215,11 +215,11 @@ def test_who_does_not_end_the_handshake_of_tls_is_turned_out_too(tmp_path: Path)
 
 
 def test_an_address_without_room_for_a_socket_is_refused_as_one_that_is_not_there() -> None:
-    bind("127.0.0.1", 0, "--port").close()  # imports what it needs
+    bind("127.0.0.1", 0, ("--host", "--port")).close()  # imports what it needs
     most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
     try:
-        with pytest.raises(RecipeError, match=r"--port: .*Too many open files; give an address"):
-            bind("127.0.0.1", 0, "--port")
+        with pytest.raises(RecipeError, match=r"--host: .*Too many open files; give an address"):
+            bind("127.0.0.1", 0, ("--host", "--port"))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, most)

@@ -34,7 +34,7 @@ def backend_of(model: Path) -> LocalBackend:
 @contextmanager
 def serving(backend: LocalBackend, folder: Path, keys: Sequence[str] = ()) -> Iterator[tuple[str, TinkerServer]]:
     """The address of a server, and the server."""
-    bound = bind("127.0.0.1", 0, "port")
+    bound = bind("127.0.0.1", 0, ("host", "port"))
     server = TinkerServer(backend, folder, frozenset(keys))
     http = GracefulServer(server.app, server, patience=1.0, signals=False)
     thread = threading.Thread(target=lambda: asyncio.run(run_app(http, [bound], server.run)))

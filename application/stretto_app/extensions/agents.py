@@ -54,7 +54,7 @@ class RunGateway:
             RecipeError: the address cannot be bound, or is reachable from the network without a key.
         """
         config, key = self._plan.recipe.gateway, os.environ.get(KEY, "")
-        bound = bind(config.host, config.port, f"gateway.port: {config.host}:{config.port}")
+        bound = bind(config.host, config.port, ("gateway.host", "gateway.port"))
         check_reach(bound, key or None, "gateway.host")
         names = HostNames(config.host, loopback=True) if is_loopback(bound) else None
         app = GatewayApp(self._table, self._host, self._model, operator_key=key, names=names)
@@ -119,5 +119,5 @@ def check_agents(recipe: Recipe, tokenizer: Tokenizer) -> None:
     check_agent(recipe.workflow, tokenizer, tokenizer.place)
     config, key = recipe.gateway, os.environ.get(KEY) or None
     check_key(key, KEY)
-    with bind(config.host, config.port, f"gateway.port: {config.host}:{config.port}") as bound:
+    with bind(config.host, config.port, ("gateway.host", "gateway.port")) as bound:
         check_reach(bound, key, "gateway.host")

@@ -83,7 +83,7 @@ async def served_engine(
     async with remote_engine(engine, mailbox) as (remote, _):
         app = ServeApp(remote, served_model(load_tokenizer(folder)), remote.pass_on, api_key=api_key)
         server = GracefulServer(app, remote, patience=patience)
-        listening = bind("127.0.0.1", 0, "--port")
+        listening = bind("127.0.0.1", 0, ("--host", "--port"))
         url = f"http://127.0.0.1:{listening.getsockname()[1]}"
         running = asyncio.create_task(run_app(server, [listening], remote.run))
         try:

@@ -157,7 +157,7 @@ def gateway(
     served = session_model(name or base.path.name, tokenizer, context, grammars=not unserved, chosen=chosen)
     probe = [tokenizer.encode_chat(_PROBE)] if recipe.engine.addresses else []
     check_of_servers("check_servers", recipe, base, tokenizer, probe)
-    bound = bind(host, port, f"--port: {host}:{port}")
+    bound = bind(host, port, ("--host", "--port"))
     check_reach(bound, api_key, "--host")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -110,7 +110,7 @@ def serve(
     tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens)
     context = context_of(longest_row_of(folder, config), config)
     seat = seat_alone(config, folder, usable_gpus(recipe))
-    bound = bind(host, port, f"--port: {host}:{port}")
+    bound = bind(host, port, ("--host", "--port"))
     rule = rule_of(tokenizer, context, grammars=True, seeds=True, vocabulary=folder.vocab_size)
     served = ServedModel(model.resolve().name if name is None else name, tokenizer, rule, reasoning=False)
     names = HostNames(host, loopback=True) if api_key is None and is_loopback(bound) else None

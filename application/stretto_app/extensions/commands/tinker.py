@@ -59,7 +59,7 @@ def tinker(
     check_embedded(recipe.engine)
     if wrong := [key for key in keys if not key.startswith(_PREFIX) or not key.isascii() or not key.isprintable()]:
         raise RecipeError([Problem("--key", f"{wrong[0][:8]!r}...", f"the SDK sends keys that begin with {_PREFIX!r}")])
-    bound = bind(host, port, f"--port: {host}:{port}")
+    bound = bind(host, port, ("--host", "--port"))
     torch.set_num_threads(recipe.engine.threads)
     tokens, memory = recipe.trainer.micro_batch_tokens, None if models_gib is None else int(models_gib * 2**30)
     backend = LocalBackend(model, name or str(model.resolve()), recipe.engine, tokens, memory)

@@ -66,7 +66,7 @@ def watch(
     if replays is not None:
         replays = _folder_of_replays(replays)
         folders = [*folders, replays]
-    bound = bind(host, port, f"--host {host} --port {port}", RunFolderError)
+    bound = bind(host, port, ("--host", "--port"), RunFolderError)
     port = bound.getsockname()[1]
     shown = f"{url_of('127.0.0.1' if host in ('', '0.0.0.0') else host, port)}/"
     address = f"{shown}?token={secret}" if loopback else shown

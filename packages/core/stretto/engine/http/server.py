@@ -276,7 +276,7 @@ async def serve_app(app: EngineApp, listen: str, run: Run, tls: str = "") -> Non
     if unix_path is not None:
         await run_app(server_of(app, unix_path), None, run)
     else:
-        bound = bind(host, port, f"engine.base_port: {host}:{port}")
+        bound = bind(host, port, ("engine.base_port", "engine.base_port"))
         asked = OwnNames(app, HostNames(host, loopback=True)) if is_loopback(bound) and not app.has_key else app
         await run_app(server_of(asked, tls=tls, has_key=app.has_key), [bound], run)
 

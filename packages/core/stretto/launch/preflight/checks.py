@@ -200,8 +200,7 @@ def check_logging(config: OutletsConfig) -> None:
     ]
     if (port := config.prometheus_port) is not None:
         try:
-            host = config.prometheus_host
-            bind(host, port, f"logging.prometheus_port: {host}:{port}").close()
+            bind(config.prometheus_host, port, ("logging.prometheus_host", "logging.prometheus_port")).close()
         except RecipeError as error:
             problems += error.problems
     if problems:

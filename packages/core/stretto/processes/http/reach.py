@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket
 import threading
@@ -12,20 +13,22 @@ from stretto.core.errors import Problem, RecipeError, UserError
 _SECONDS = 5.0
 
 
-def bind(host: str, port: int, place: str, refusal: type[UserError] = RecipeError) -> socket.socket:
-    """A TCP socket bound to an address of this machine, not listening yet; port 0 takes a free port. `place`: the
-    setting with the address, for the error. Raises `refusal` if the address is not available."""
+def bind(host: str, port: int, keys: tuple[str, str], refusal: type[UserError] = RecipeError) -> socket.socket:
+    """A TCP socket bound to an address of this machine, not listening yet; port 0 takes a free port. `keys`: the
+    settings of host and port, for the error. Raises `refusal` if no interface has the host, or the port is not available."""
+    bound = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
-    except (OSError, UnicodeError) as error:
-        raise refusal([Problem(place, str(error), "give an address of this machine")]) from None
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise refusal([Problem(place, error.strerror or str(error), "choose a free port")]) from None
+    except (OSError, UnicodeError) as error:
+        place, remedy = f"{keys[1]}: {host}:{port}", "choose a free port"
+        if bound is None or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+            place, remedy = f"{keys[0]}: {host}", "give an address of this machine"
+        if bound is not None:
+            bound.close()
+        raise refusal([Problem(place, getattr(error, "strerror", None) or str(error), remedy)]) from None
     return bound
 
 
