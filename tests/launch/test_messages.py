@@ -124,13 +124,13 @@ def test_a_folder_of_models_is_no_owner_on_the_hub(tmp_path: Path) -> None:
 
 
 def test_a_run_folder_in_place_of_a_model_or_a_recipe_is_told_what_it_holds(tmp_path: Path) -> None:
-    for version in (0, 8, 12):
+    for version in (0, 999_998, 1_000_000):
         (tmp_path / "first" / "policy" / f"v{version:06d}").mkdir(parents=True)
     (tmp_path / "first" / "ledger.sqlite").touch()
     run = tmp_path / "first"
     with pytest.raises(ModelFolderError) as refused:
         inspect_model_folder(run)
-    assert str(refused.value) == f"{run}: is a run folder; its newest policy is {run}/policy/v000012"
+    assert str(refused.value) == f"{run}: is a run folder; its newest policy is {run}/policy/v1000000"
     with pytest.raises(RecipeError) as wrong:
         load_recipe(run)
     told = f"a recipe is a TOML file; `stretto train --resume {run}` continues this run"

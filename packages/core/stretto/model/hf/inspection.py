@@ -136,8 +136,9 @@ def inspect_model_folder(path: Path | str, key: str = "") -> ModelFolder:
     if found := folder_fault(folder):
         remedy = f"a Hugging Face model folder is needed{_meant_by(folder)}"
         raise ModelFolderError([Problem(place, found, remedy)])
-    if (policies := sorted((folder / "policy").glob("v*"))) and not (folder / "config.json").exists():
-        raise ModelFolderError([Problem(place, "is a run folder", f"its newest policy is {policies[-1]}")])
+    policies = {int(path.name[1:]): path for path in (folder / "policy").glob("v*") if path.name[1:].isdecimal()}
+    if policies and not (folder / "config.json").exists():
+        raise ModelFolderError([Problem(place, "is a run folder", f"its newest policy is {policies[max(policies)]}")])
     problems: list[Problem] = []
     shape = shape_of(folder, problems)
     tensors, size = _weights(folder, problems)

@@ -95,9 +95,9 @@ class Pieces:
     def _of_policy(self, name: str, largest: int, faults: list[str] | None = None) -> str | None:
         """Return the text of the file `name` in the first policy folder that has it, at most its first `largest` bytes;
         None if none has. Files that cannot be opened are skipped; their errors are appended to `faults`, if given."""
-        policies = RunFolder(self._folder).policies
         try:
-            kept = sorted(path for path in policies.glob("v*") if path.is_dir() and not path.is_symlink())
+            saved = RunFolder(self._folder).saved_policies()
+            kept = [path for _, path in saved if path.is_dir() and not path.is_symlink()]
         except OSError:
             return None
         for policy in kept:
