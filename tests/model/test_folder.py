@@ -317,6 +317,22 @@ def test_a_folder_that_was_not_finished_never_appears(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_saved_policy_is_on_disk_before_it_has_its_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss of power, a folder that is there is whole: nothing is saved a second time to where a policy is."""
+    synced, fsync = dict[int, bool](), os.fsync
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        synced[os.fstat(descriptor).st_ino] = (tmp_path / "saved").exists()
+
+    monkeypatch.setattr(os, "fsync", note)
+    save_policy(load_policy(folder), folder, tmp_path / "saved")
+    written = {path.stat().st_ino: False for path in (tmp_path / "saved", *(tmp_path / "saved").iterdir())}
+    assert synced == {**written, tmp_path.stat().st_ino: True}
+
+
 def test_a_folder_that_cannot_take_its_place_leaves_the_old_one_there(tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "config.json").write_text("old")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from stretto.model.hf import folder as written
 from stretto_tinker import checkpoints
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.record import Record
@@ -192,7 +193,8 @@ def test_what_holds_prompts_and_a_secret_is_for_its_owner_only(tmp_path: Path) -
 def test_a_snapshot_is_on_disk_before_the_last_one_is_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the two, a loss of power leaves the one that the record names: its commit is synced, after all files."""
     synced: list[Path] = []
-    monkeypatch.setattr(checkpoints, "sync", synced.append)
+    for module in (checkpoints, written):
+        monkeypatch.setattr(module, "sync", synced.append)
     record, weights = Record(tmp_path / RECORD), checkpoints.Weights(tmp_path)
     said: list[str] = []
     record._connection.set_trace_callback(said.append)
@@ -202,7 +204,7 @@ def test_a_snapshot_is_on_disk_before_the_last_one_is_deleted(tmp_path: Path, mo
         assert said == []
 
     folder = weights.snapshot("s:1", 7)
-    weights.write(folder, save, synced=True)
+    weights.write(folder, save)
     assert [path.name for path in synced[:1]] == ["a.safetensors"]
     assert synced[2:] == [folder.parent, folder.parent.parent]
     record.snapshotted("s:1", 7)

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Self
 
 from stretto.core.errors import RefusedRequest
+from stretto.core.machine import sync
 from stretto.model.hf.folder import whole_folder
-from stretto.store.files import sweep, sync
+from stretto.store.files import sweep
 
 TRAINING, SAMPLER, EXTERNAL = "weights", "sampler_weights", "external_weights"
 #: Type of a checkpoint in the SDK, by kind.
@@ -88,21 +89,16 @@ class Weights:
         """Folder for the snapshot of a model after its request number `seq`; it may not exist."""
         return self._snapshots / _file(model) / str(seq)
 
-    def write(self, folder: Path, save: Callable[[Path], None], *, synced: bool = False) -> int:
-        """Write a folder atomically: `save` writes the files into a temporary folder, which is then renamed to
-        `folder`, replacing an earlier one. Returns the size in bytes. `synced`: sync it to disk before returning.
+    def write(self, folder: Path, save: Callable[[Path], None]) -> int:
+        """Write a folder atomically: `save` writes the files into a temporary folder, which is then synced to disk and
+        renamed to `folder`, replacing an earlier one. Returns the size in bytes.
 
         Raises:
             OSError: the folder cannot be written; an earlier one stays.
         """
         with whole_folder(folder) as partial:
             save(partial)
-            if synced:
-                for path in (*partial.rglob("*"), partial):
-                    sync(path)
-        if synced:
-            for path in (folder.parent, folder.parent.parent):
-                sync(path)
+        sync(folder.parent.parent)
         return size_of(folder)
 
     def drop(self, folder: Path) -> None:

@@ -29,6 +29,7 @@ import torch
 from safetensors import safe_open
 
 from stretto.core.errors import CheckpointLost, Problem, RoleError, RunFolderError, StoreError
+from stretto.core.machine import sync
 from stretto.core.records import Update
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
 from stretto.launch.recorded import RECIPE, recorded_recipe
@@ -37,7 +38,7 @@ from stretto.loop.recovery import START, Recovery, check_start
 from stretto.loop.trainer_link import TrainerLink
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.store.files import sync, write_atomically
+from stretto.store.files import write_atomically
 from stretto.store.inspection import CHANGED
 from stretto.store.ledger.reading import last_step, read_batches, read_fact
 from stretto.store.ledger.rows import update_columns

@@ -1,10 +1,11 @@
-"""Processor, memory, GPUs, network and cache folder of this machine, and the placement of roles on its GPUs, a pure
-function of the GPUs and of the memory that each role needs.
+"""Processor, memory, GPUs, network, disk and cache folder of this machine, and the placement of roles on its GPUs, a
+pure function of the GPUs and of the memory that each role needs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import ipaddress
 import os
@@ -28,6 +29,8 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the first IPv4 address of an interface
 _IFREQ = "16s2xH4s232x"  # as much of struct ifreq as is used: name, then a sockaddr_in
 _GPU_QUERY = "index,uuid,name,memory.total,memory.free,compute_cap,driver_version"
 _GPU_SECONDS = 20.0
+#: Errors of a file system that lacks an operation: a mounted object bucket cannot rename.
+_LACKING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EPERM, errno.EMFILE})
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 _NONE = ("", "-1")
 #: Oldest driver for each CUDA that a build of torch may have (NVIDIA: minor version compatibility).
@@ -185,6 +188,24 @@ def cache_folder() -> Path:
     except RuntimeError as error:
         found = "has no home folder, in which stretto keeps what runs share"
         raise UserError([Problem("this user", found, "set STRETTO_CACHE to a folder of your own")]) from error
+
+
+def is_lacking(error: OSError) -> bool:
+    """Whether the error says that the file system lacks the operation; False for a full or failing disk."""
+    return error.errno in _LACKING
+
+
+def sync(path: Path) -> None:
+    """Sync a file's contents, or a folder's entries, to disk; does nothing where the file system has no sync. Raises
+    OSError if the path cannot be opened, or the disk fails."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not is_lacking(error):
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def use_interface_of(address: str) -> None:

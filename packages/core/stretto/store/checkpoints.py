@@ -25,9 +25,10 @@ import msgspec
 import xxhash
 
 from stretto.core.errors import Problem, RunFolderError, StoreError
+from stretto.core.machine import is_lacking, sync
 from stretto.core.records import Record
 from stretto.store import lock
-from stretto.store.files import is_lacking, sweep, sync
+from stretto.store.files import sweep
 
 _NAME = re.compile(r"step-(\d{6,})")
 _MANIFEST = "manifest.json"

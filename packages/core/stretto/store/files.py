@@ -9,7 +9,6 @@ Leftovers are never read, and may be as large as a policy.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -20,9 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from stretto.core.errors import Problem, RunFolderError, folder_fault, naming
+from stretto.core.machine import sync
 
-#: Errors of a file system that lacks an operation: a mounted object bucket cannot rename.
-_LACKING = frozenset({errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EXDEV, errno.EPERM, errno.EMFILE})
 #: Names in a run folder that are the run's record: `users_file` never replaces one, nor a file below one.
 RECORDS = frozenset({"best.json", "branch.json", "gateway", "join.json", "kernels.json", "lock", "machine.json"})
 RECORDS |= {"ledger.sqlite", "ledger.sqlite-journal", "ledger.sqlite-shm", "ledger.sqlite-wal", "log.txt"}
@@ -32,11 +30,6 @@ RECORDS |= {"checkpoints", "logs", "outlets", "policy", "tokens"}
 _OF_A_RUN = ("ledger.sqlite", "lock")  # a folder with one of these holds a run
 _UNFINISHED = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(part|partial)")
 _ASIDE = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(old|replaced)")
-
-
-def is_lacking(error: OSError) -> bool:
-    """Whether the error says that the file system lacks the operation; False for a full or failing disk."""
-    return error.errno in _LACKING
 
 
 @contextmanager
@@ -126,19 +119,6 @@ def identity(path: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
-
-
-def sync(path: Path) -> None:
-    """Sync a file's contents, or a folder's entries, to disk; does nothing where the file system has no sync. Raises
-    OSError if the path cannot be opened, or the disk fails."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if not is_lacking(error):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def sweep(folders: Iterable[Path]) -> None:

@@ -270,7 +270,7 @@ class Models:
                 (folder / _STATE).write_bytes(msgspec.json.encode(_Accumulated(live.broken, live.grown)))
 
         began = time.monotonic()
-        self._weights.write(self._weights.snapshot(id, live.seq), write, synced=True)
+        self._weights.write(self._weights.snapshot(id, live.seq), write)
         self._record.snapshotted(id, live.seq)
         self._weights.keep_snapshot(id, live.seq)
         live.saving, live.behind = time.monotonic() - began, 0.0

@@ -16,13 +16,12 @@ from stretto import __version__
 from stretto.core.deadlines import deadline
 from stretto.core.errors import RoleDied, RoleFailed, naming
 from stretto.core.events import SupervisedProgress
-from stretto.core.machine import Seat, cache_folder, on_gpus
+from stretto.core.machine import Seat, cache_folder, on_gpus, sync
 from stretto.launch.preflight.base import check_cache, digest
 from stretto.launch.preflight.plan import Plan
 from stretto.processes.channel import ConductorEnd, Failed
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, Spawner
-from stretto.store.files import sync
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.messages import (
     FROM_SUPERVISED,

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from functools import partial
 from itertools import chain, groupby
@@ -35,6 +35,7 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, folder_fault, naming
+from stretto.core.machine import sync
 from stretto.model.attention_support import check_attention
 from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_model_folder, weight_files, weights_dtype
 from stretto.model.hf.layers import saved_buffers
@@ -259,8 +260,8 @@ def check_replaceable(path: Path, known: Iterable[str] = ()) -> None:
 
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """Context manager: yields a new temporary folder beside `path`. The folder replaces `path` if the block ends
-    without an error, and is removed otherwise. An OSError without a file name gets `path` as its file name."""
+    """Context manager: yields a new temporary folder beside `path`. If the block ends without an error, it is synced to
+    disk and replaces `path`; else it is removed. An OSError without a file name gets `path` as its file name."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")
@@ -269,16 +270,19 @@ def whole_folder(path: Path) -> Iterator[Path]:
     try:
         with naming(path):
             yield partial
-        if _exchanged(partial, path):  # in one step: whoever looks, and a kill, finds the older folder or the new one
-            return
-        if path.exists():
-            path.rename(replaced)
-        try:
-            partial.rename(path)
-        except OSError:
-            if replaced.exists():
-                replaced.rename(path)
-            raise
+            for written in (*partial.rglob("*"), partial):
+                sync(written)
+        if not _exchanged(partial, path):  # in one step: whoever looks, and a kill, finds the older one or the new one
+            if path.exists():
+                path.rename(replaced)
+            try:
+                partial.rename(path)
+            except OSError:
+                if replaced.exists():
+                    replaced.rename(path)
+                raise
+        with suppress(PermissionError):  # a folder that one may write to, and not read
+            sync(path.parent)
     finally:
         _remove(partial)
         _remove(replaced)

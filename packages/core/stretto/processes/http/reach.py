@@ -15,7 +15,8 @@ _SECONDS = 5.0
 
 def bind(host: str, port: int, keys: tuple[str, str], refusal: type[UserError] = RecipeError) -> socket.socket:
     """A TCP socket bound to an address of this machine, not listening yet; port 0 takes a free port. `keys`: the
-    settings of host and port, for the error. Raises `refusal` if no interface has the host, or the port is not available."""
+    settings of host and port, for the error. Raises `refusal` if no interface has the host, or the port is not
+    available."""
     bound = None
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -31,10 +31,11 @@ import msgspec
 
 from stretto.core.admission import BoundChange
 from stretto.core.errors import UNREADABLE, StoreError
+from stretto.core.machine import sync
 from stretto.core.records import Batch, Group, Prompt, Segment, State, Trajectory, Update, trajectory_id
 from stretto.core.states import UNTRAINED
 from stretto.store.config import StoreConfig
-from stretto.store.files import identity, sync
+from stretto.store.files import identity
 from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls, retraction
 from stretto.store.ledger.reading import BOUNDS, states_on_record
 from stretto.store.ledger.rows import (

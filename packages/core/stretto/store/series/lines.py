@@ -18,7 +18,8 @@ import msgspec
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.events import Span
 from stretto.core.frames import encoded
-from stretto.store.files import identity, sync, whole_file
+from stretto.core.machine import sync
+from stretto.store.files import identity, whole_file
 
 Line = TypeVar("Line")
 
