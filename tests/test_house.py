@@ -8,6 +8,7 @@
 - Inside a room the same law holds; a folder is not crowded, a public class name is used once; concepts are counted.
 - The loop loads no torch and reaches few modules; identifiers use the words of the glossary.
 - Files and functions can be read at a glance; every third-party import is declared; every recipe loads.
+- No file and no subprocess is read or written in the encoding of the locale.
 - Each of these checkers catches a violation that is planted in a small house."""
 
 import ast
@@ -81,6 +82,7 @@ def laws_of(house: law.House, refused: frozenset[str], declared: Callable[[Path]
         "by_wall_clock": law.by_wall_clock,
         "equal_digests": equal_digests,
         "wide": wide,
+        "by_locale": by_locale,
     }
 
 
@@ -121,6 +123,26 @@ def wide(package: Path) -> list[str]:
     return found
 
 
+_TEXT_MODE = re.compile(r"(?!.*b)[rwax][+t]*")
+
+
+def by_locale(package: Path) -> list[str]:
+    """Calls that read or write text in the encoding of the locale: of a file, or of a subprocess."""
+    found = []
+    for file in sorted(package.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or "encoding" in (named := {one.arg: one.value for one in node.keywords}):
+                continue
+            called = ast.unparse(node.func)
+            modes = [one.value for one in [*node.args[:2], named.get("mode")] if isinstance(one, ast.Constant)]
+            by_default = called in ("open", "os.fdopen") and not any("b" in str(mode) for mode in modes)
+            by_default |= called.endswith(".open") and any(_TEXT_MODE.fullmatch(str(mode)) for mode in modes)
+            by_default |= called.endswith(".write_text") or (called.endswith(".read_text") and not node.args)
+            if by_default or ast.unparse(named.get("text", ast.Constant(None))) == "True":
+                found.append(f"{file.relative_to(package)}:{node.lineno}: {called} has no encoding: the locale decides")
+    return found
+
+
 def project_of(folder: Path) -> dict[str, Any]:
     """The table `project` of a folder's pyproject.toml."""
     found: dict[str, Any] = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -152,6 +174,10 @@ def test_no_wait_and_no_decision_is_by_the_wall_clock(package: Path) -> None:
 @pytest.mark.parametrize("folder", ["tests", "benchmarks", "examples"])
 def test_files_and_functions_can_be_read_at_a_glance(folder: str) -> None:
     assert_kept(law.too_long(ROOT / folder))
+
+
+def test_examples_name_the_encoding_of_their_files() -> None:
+    assert_kept(by_locale(ROOT / "examples"))
 
 
 @EACH
@@ -326,6 +352,12 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {
             "class Verdict:\n" + "".join(f"    field_{number}: int\n" for number in range(26)),
             "rewards/record.py:1: Verdict has 26 fields",
         )
+    ],
+    "by_locale": [
+        ("rewards/text.py", "said = path.read_text(errors='replace')\n", "rewards/text.py:1: path.read_text has no"),
+        ("rewards/text.py", "open(0, 'rb')\nfile = open(path)\n", "rewards/text.py:2: open has no encoding"),
+        ("rewards/text.py", "path.open('rb')\npath.open('a')\n", "rewards/text.py:2: path.open has no encoding"),
+        ("rewards/text.py", "run(words, text=True)\n", "rewards/text.py:1: run has no encoding"),
     ],
     "by_wall_clock": [("rewards/slow.py", "late = time.time() > 9\n", "rewards/slow.py:1: time.time may jump")],
     "heavy": [("rewards/learned.py", "from stretto.model import load\n", "rewards: importing it loads torch")],

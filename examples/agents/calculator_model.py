@@ -155,7 +155,7 @@ def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     shown = list(conversations(12_000, seed=1))
     build(tokenizer([rendered(one) for one in shown[:: len(shown) // 1_000]]), folder / "base")
-    with (folder / "demonstrations.jsonl").open("w") as rows:
+    with (folder / "demonstrations.jsonl").open("w", encoding="utf-8") as rows:
         for one in shown:
             for place in (at for at, message in enumerate(one) if message["role"] == "assistant"):
                 prompt = rendered(one[:place], opening=True)
@@ -163,12 +163,12 @@ def main(folder: Path) -> None:
                 row = {"prompt": prompt, "answer": one[-1]["content"], "demonstration": said}
                 rows.write(json.dumps(row) + "\n")
     chance = random.Random(2)
-    with (folder / "questions.jsonl").open("w") as rows:
+    with (folder / "questions.jsonl").open("w", encoding="utf-8") as rows:
         for first, second in {question(chance): None for _ in range(4_000)}:
             row = {"prompt": f"What is {first}*{second}?", "answer": str(first * second)}
             rows.write(json.dumps(row) + "\n")
     recipe = folder / "warm_start.toml"
-    recipe.write_text(RECIPE)
+    recipe.write_text(RECIPE, encoding="utf-8")
     sft(recipe, [], folder / "policy", lambda progress: None)
 
 

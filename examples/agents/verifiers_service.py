@@ -38,7 +38,7 @@ def write_questions(taskset: str, file: Path) -> None:
     """Write one question for each task to `file`. The gold answer is a placeholder, because the reward comes from
     verifiers."""
     rows = ({"prompt": str(task.data.prompt), "answer": "-", "idx": idx} for idx, task in enumerate(tasks_of(taskset)))
-    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
 
 
 async def rollout(http: httpx.AsyncClient, session: dict[str, Any], task: Any, harness: str) -> None:

@@ -24,7 +24,7 @@ class Table:
 
     def send(self, points: Sequence[MetricsPoint], first: int) -> None:
         """`first`: index of the first point among all; a point that is sent again has the same index."""
-        with self._path.open("a", newline="") as file:
+        with self._path.open("a", newline="", encoding="utf-8") as file:
             rows = ((first + at, point.curve, point.step, dict(point.values)) for at, point in enumerate(points))
             csv.writer(file).writerows(rows)
 
@@ -32,7 +32,7 @@ class Table:
         """Completions are not written."""
 
     def alarm(self, alarm: Alarm) -> None:
-        with self._path.open("a", newline="") as file:
+        with self._path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow(("alarm", alarm.title, alarm.first_step, alarm.message))
 
     def close(self, how: How) -> None:

@@ -3,7 +3,9 @@
 import asyncio
 import math
 import os
+import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from stretto.core.errors import RoleDied
 from stretto.processes.role import RoleProcess
 from stretto.processes.spawn import FRESH, describe_exit, environment
+from stretto.processes.tree import cpu_ticks
 from stretto_app.forking.server import ForkServer
 from tests.asynchronous import Test, run_by, until
 from tests.processes.conftest import ROLE
@@ -87,6 +90,14 @@ async def test_a_role_in_a_session_of_its_own_hears_no_ctrl_c_of_the_terminal(ro
     assert os.getsid(role.pid) == role.pid != os.getsid(0)
     os.kill(role.pid, signal.SIGKILL)
     assert await role.last_words() == "was killed by SIGKILL (out of memory?)"
+
+
+def test_the_cpu_time_of_a_process_with_any_name_is_read(tmp_path: Path) -> None:
+    program = shutil.copy("/bin/sleep", tmp_path / os.fsdecode(b"half a \xc3) ("))
+    with subprocess.Popen([program, "5"]) as process:
+        found = cpu_ticks(process.pid)
+        process.kill()
+    assert 0 <= found < 100
 
 
 BEATING = StubbornSpec(beats=True, pause=0.1)

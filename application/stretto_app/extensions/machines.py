@@ -234,7 +234,7 @@ class Cluster(Machines):
     def _serve_weights(self, listen: str) -> None:
         key_file = self.endpoints.sockets / WEIGHTS_KEY
         key_file.touch(0o600)
-        key_file.write_text(self.weights_key)
+        key_file.write_text(self.weights_key, encoding="utf-8")
         reserved = bound(listen, 0)
         host, self.weights_port = reserved.getsockname()[:2]
         spec = WeightsServerSpec(

@@ -33,7 +33,7 @@ def make_room(size: int) -> None:
     library = ctypes.CDLL(None, use_errno=True)
     library.malloc.restype = library.sbrk.restype = ctypes.c_void_p
     library.malloc.argtypes, library.sbrk.argtypes = [ctypes.c_size_t], [ctypes.c_ssize_t]
-    fields = [int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[1:]]
+    fields = [int(field) for field in Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[1:]]
     code, data, environment = fields[22:24], fields[41:43], fields[46:48]
     room = library.malloc(size)  # for good: the kernel reads there when somebody asks for the command line
     ctypes.memset(room, 0, size)
@@ -45,7 +45,7 @@ def make_room(size: int) -> None:
 
 def show_as(words: Sequence[str]) -> None:
     """Overwrite the command line that `ps` shows with these words, as far as there is room; OSError without /proc."""
-    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[_ARGUMENTS])
+    start, end = map(int, Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[_ARGUMENTS])
     text = "\0".join(words).encode()[: end - start - 1]
     if start:  # 0 where a process may not know it
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)

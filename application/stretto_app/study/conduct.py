@@ -132,7 +132,7 @@ class TrainProcesses:
                 await process.wait()
         if code == 0:
             return None
-        last = _reason(place) or log.read_text(errors="replace").strip().rpartition("\n")[2]
+        last = _reason(place) or log.read_text(encoding="utf-8", errors="replace").strip().rpartition("\n")[2]
         return f"{describe_exit(code)}: {last}" if last else describe_exit(code)
 
     async def _ended(self, process: asyncio.subprocess.Process, run: PlannedRun, stop: StopSignal) -> int:

@@ -88,7 +88,9 @@ def look(spec: RayPlacerSpec, wanted: PlaceAgents, seconds: float) -> None:
     """
     words = [sys.executable, "-m", RAY_PLACER, *(msgspec.json.encode(told).decode() for told in (spec, wanted))]
     try:
-        asked = subprocess.run(words, capture_output=True, text=True, timeout=seconds, check=False)
+        asked = subprocess.run(
+            words, capture_output=True, encoding="utf-8", errors="replace", timeout=seconds, check=False
+        )
     except subprocess.TimeoutExpired:
         found = f"no Ray cluster has answered within {seconds:g} s"
     else:

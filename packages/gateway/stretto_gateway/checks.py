@@ -81,7 +81,13 @@ def _missing(function: str, folder: str | None) -> str:
     command = (sys.executable, "-m", "stretto_gateway.agents.call", "--check", function)
     try:
         found = subprocess.run(
-            command, cwd=folder, capture_output=True, text=True, timeout=_IMPORT_SECONDS, check=False
+            command,
+            cwd=folder,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_IMPORT_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return f"its module took more than {_IMPORT_SECONDS:g} s to be imported"

@@ -29,7 +29,7 @@ def locked(file: Path) -> Iterator[bool]:
     with ExitStack() as held:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context(file.with_name(f".{file.name}.lock").open("w"))
+            lock = held.enter_context(file.with_name(f".{file.name}.lock").open("wb"))
             end = time.monotonic() + _LOCK_SECONDS
             while True:
                 try:

@@ -112,7 +112,9 @@ def _interpreter(config: EngineConfig, make: Capabilities) -> Iterator[Problem]:
         return
     command = [python, "-I", "-c", _VERSION, *make.packages]
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False)
+        asked = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=_ASK_SECONDS, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         yield Problem("engine.python", f"{python} does not run: {error}", "an interpreter is needed")
         return

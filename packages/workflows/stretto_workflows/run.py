@@ -69,7 +69,7 @@ def check_workflow_class(config: WorkflowConfig) -> WorkflowReady:
         except RoleError as error:
             if isinstance(error.__cause__, OSError):  # the machine's shortage, not the user's mistake
                 raise
-            said = log.read_text(errors="replace")[-300:].strip() if log.exists() else ""
+            said = log.read_text(encoding="utf-8", errors="replace")[-300:].strip() if log.exists() else ""
             found = str(error).partition(";")[0] + (f": {said}" if said else "")
             raise WorkflowError([Problem(PLACE, found, "its module must be importable")]) from None
 

@@ -155,6 +155,11 @@ def test_what_a_program_starts_is_charged_to_it(sandbox: Sandbox) -> None:
     assert (ended.how, ended.cpu_seconds >= 0.2) == ("time limit", True), ended
 
 
+def test_a_program_may_give_itself_a_name_that_is_no_text(sandbox: Sandbox) -> None:
+    named = "import ctypes\nctypes.CDLL(None).prctl(15, b'\\xff) (', 0, 0, 0)\n"
+    assert run(sandbox, named + "while True: pass", seconds=0.2).how == "time limit"
+
+
 def test_a_program_that_sleeps_ends_by_the_clock(sandbox: Sandbox) -> None:
     start = time.monotonic()
     ended = run(sandbox, "import time; time.sleep(99)", seconds=0.05)

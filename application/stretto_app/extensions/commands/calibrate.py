@@ -135,7 +135,9 @@ def short_run(recipe: Path, run: Path, overrides: Sequence[str], patience: float
     name = "the run of the calibration"
     command = (sys.executable, "-m", "stretto_app.cli.main", "train", str(recipe), *overrides, "--run-dir", str(run))
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=patience)
+        done = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", check=False, timeout=patience
+        )
     except subprocess.TimeoutExpired:
         raise RoleDied(name, f"did not end within {patience:g} s") from None
     if done.returncode:

@@ -308,7 +308,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _serve(spec: WeightsServerSpec) -> None:
-    key = Path(spec.key_file).read_text().strip()
+    key = Path(spec.key_file).read_text(encoding="utf-8").strip()
     reference = Path(spec.reference) if spec.reference is not None else None
     app = WeightsApp(spec.run, Path(spec.folder), Path(spec.model), key, reference)
     host, _, port = spec.address.rpartition(":")

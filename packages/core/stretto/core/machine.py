@@ -58,7 +58,7 @@ def processor() -> str:
     """Model name of the processor, such as ``AMD EPYC 9B14``; with its family where a virtual machine hides the model,
     such as ``AMD EPYC (family 25, model 17)``. Where the system does not tell it, the architecture (``x86_64``)."""
     with contextlib.suppress(OSError):
-        return processor_of(Path("/proc/cpuinfo").read_text())
+        return processor_of(Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace"))
     return platform.machine()
 
 
@@ -87,7 +87,7 @@ def cores() -> int:
 def available_memory() -> int:
     """Bytes that can be allocated without swapping (the kernel's MemAvailable)."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
@@ -102,7 +102,9 @@ def gpus() -> tuple[Gpu, ...]:
         return ()
     try:
         command = [tool, f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits"]
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_SECONDS, check=True)
+        answer = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=_GPU_SECONDS, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return ()
     return visible(parse_gpus(answer.stdout), os.environ.get(VISIBLE))
@@ -231,7 +233,10 @@ def interface_of(address: str) -> str | None:
         return _LO
     names = [name for _, name in socket.if_nameindex()]
     if wanted.version == 6:
-        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        lines = [
+            line.split()
+            for line in Path("/proc/net/if_inet6").read_text(encoding="utf-8", errors="replace").splitlines()
+        ]
         return next((name for number, *_, name in lines if int(number, 16) == int(wanted)), None)
     return next((name for name in names if _first_address(name) == wanted), None)
 

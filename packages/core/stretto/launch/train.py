@@ -300,7 +300,7 @@ def _model_fingerprint(plan: Plan) -> str:
     """Compute a digest of the model's config, its tokenizer, and the names, dtypes and shapes of its weights. The
     values are not read: the run has its own copy."""
     tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_weights(plan.base.path).items())
-    texts = [(plan.base.path / name).read_text() for name in ("config.json", "tokenizer.json")]
+    texts = [(plan.base.path / name).read_text(encoding="utf-8") for name in ("config.json", "tokenizer.json")]
     return digest(*texts, tensors)
 
 

@@ -149,5 +149,5 @@ def cut_log(log: Path) -> None:
     with contextlib.suppress(OSError):  # an unwritable log is reported at the start of a role
         if log.stat().st_size > _MOST_LOG_BYTES:
             os.truncate(log, _MOST_LOG_BYTES // 2)
-            with log.open("a") as end:
+            with log.open("a", encoding="utf-8") as end:
                 end.write(f"\n[output cut after {_MOST_LOG_BYTES >> 21} MiB]\n")

@@ -16,7 +16,7 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 def cpu_ticks(pid: int) -> int:
     """CPU time of a process in hundredths of a second, kernel time included; 0 once it has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
         return 0
     return int(fields[11]) + int(fields[12])
@@ -32,7 +32,7 @@ def own_resident_bytes(pid: int | None = None) -> int:
     """Resident memory of one process, by default (None) this one, without descendants, in bytes; 0 once it has
     ended."""
     try:
-        return int(Path(f"/proc/{pid or os.getpid()}/statm").read_text().split()[1]) * _PAGE
+        return int(Path(f"/proc/{pid or os.getpid()}/statm").read_bytes().split()[1]) * _PAGE
     except (OSError, IndexError):  # it has ended
         return 0
 
@@ -42,7 +42,7 @@ def children(pid: int) -> list[int]:
     found = list[int]()
     with contextlib.suppress(OSError):  # it has ended meanwhile
         for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += map(int, task.read_text().split())
+            found += map(int, task.read_bytes().split())
     return found
 
 

@@ -97,7 +97,8 @@ def _way(folder: Path, address: str) -> Path:
     token."""
     page = folder / "open.html"
     page.touch(mode=0o600)
-    page.write_text(f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(address)}">\n')
+    line = f'<!doctype html><meta http-equiv="refresh" content="0; url={html.escape(address)}">\n'
+    page.write_text(line, encoding="utf-8")
     return page
 
 

@@ -27,7 +27,7 @@ class Advance:
         """Add `size` bytes and write the sum to the file; a file that cannot be written stays as it is."""
         self._read += size
         with suppress(OSError):
-            self._file.write_text(str(self._read))
+            self._file.write_text(str(self._read), encoding="utf-8")
 
 
 def read_of(folder: Path) -> int:
@@ -46,5 +46,5 @@ def remove_counters(folder: Path) -> None:
 
 def _number(file: Path) -> int:
     with suppress(OSError, ValueError):
-        return int(file.read_text())
+        return int(file.read_bytes())
     return 0

@@ -60,7 +60,7 @@ class ProgramGroup:
                 limits = {"memory": memory, "swap": 0, "processes": processes}
                 for file, limit in hierarchy.files.items():
                     if file not in _OPTIONAL or (folder / file).exists():
-                        with open(folder / file, "r+") as setting:
+                        with open(folder / file, "r+", encoding="utf-8") as setting:
                             setting.write(str(limits[limit]))
         except OSError:
             group.close()
@@ -73,7 +73,7 @@ class ProgramGroup:
         The kernel takes some milliseconds, so programs are forked inside the group instead of moved.
         """
         for folder in self._folders:
-            (folder / "cgroup.procs").write_text(str(process))
+            (folder / "cgroup.procs").write_text(str(process), encoding="utf-8")
 
     def close(self) -> None:
         """Remove the group, whose processes must be gone, or about to go: after 2 seconds with processes it stays."""
@@ -97,15 +97,15 @@ def find_hierarchies(proc: Path = Path("/proc/self")) -> list[Hierarchy]:
     Raises:
         OSError: there are none.
     """
-    own = dict(_own_groups((proc / "cgroup").read_text()))
-    mounts = dict(_mounts((proc / "mounts").read_text()))
+    own = dict(_own_groups(os.fsdecode((proc / "cgroup").read_bytes())))
+    mounts = dict(_mounts(os.fsdecode((proc / "mounts").read_bytes())))
     if "memory" in mounts and "pids" in mounts:
         return [
             Hierarchy(_below(mounts[controller], own.get(controller, "/")), files) for controller, files in _V1.items()
         ]
     if "" in mounts:
         folder = _below(mounts[""], own.get("", "/"))
-        if {"memory", "pids"} <= set((folder / "cgroup.subtree_control").read_text().split()):
+        if {"memory", "pids"} <= set((folder / "cgroup.subtree_control").read_text(encoding="utf-8").split()):
             return [Hierarchy(folder, _V2)]
     raise OSError("no control groups for memory and processes")
 

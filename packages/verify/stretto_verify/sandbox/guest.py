@@ -179,8 +179,8 @@ class Guest:
         return found
 
     def _read_proc(self, name: str) -> str:
-        with open(os.open(name, os.O_RDONLY, dir_fd=self._proc)) as file:
-            return file.read()
+        with open(os.open(name, os.O_RDONLY, dir_fd=self._proc), encoding="utf-8", errors="replace") as file:
+            return file.read()  # a process may have any name
 
     def _live(self, given: list[int]) -> None:
         """Body of a child process: set up the walls and run the program. Never returns. `given`: as in `_run`, and a

@@ -89,7 +89,7 @@ class Baits:
         )
         own.touch()
         secret = folder / "secret"
-        secret.write_text("the answer is 42")
+        secret.write_text("the answer is 42", encoding="utf-8")
         secret.chmod(0o644)
         self.mark = folder / "mark"
         tcp = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))

@@ -114,7 +114,7 @@ def _reopen(name: str) -> None:
     make /dev/stdin, /dev/stdout and /dev/stderr work, which do not exist without /proc."""
     stdin = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
     stdout = open(1, "w", encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
-    stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+    stderr = open(2, "w", 1, encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     for called, stream in (("stdin", stdin), ("stdout", stdout), ("stderr", stderr)):
         vars(sys).update({called: stream, f"__{called}__": stream})
     if name != "__main__":

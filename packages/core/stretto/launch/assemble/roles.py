@@ -270,7 +270,7 @@ def _sweep(folder: RunFolder, mailbox: str) -> None:
     """
     remove(mailbox, SHARED)
     with contextlib.suppress(OSError):  # no sockets, or of another user: each run creates a new folder anyway
-        sockets = Path((folder.path / _SOCKETS).read_text().strip())
+        sockets = Path((folder.path / _SOCKETS).read_text(encoding="utf-8").strip())
         if lock.is_held(sockets):
             return
         remove(mailbox, sockets)

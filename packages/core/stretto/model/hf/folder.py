@@ -76,7 +76,8 @@ def write_weights(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor
         file.rename(folder / name)
         listed |= dict.fromkeys(names, name)
     index = {"metadata": {"total_size": sum(size for *_, size in parts)}, "weight_map": listed}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    listing = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / "model.safetensors.index.json").write_text(listing, encoding="utf-8")
 
 
 def _files(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
