@@ -14,7 +14,7 @@ import pytest
 
 from stretto.core.errors import RoleDied
 from stretto.processes.role import RoleProcess
-from stretto.processes.spawn import FRESH, describe_exit, environment
+from stretto.processes.spawn import FRESH, FreshSpawner, RunningProcess, Spawn, describe_exit, environment
 from stretto.processes.tree import cpu_ticks
 from stretto_app.forking.server import ForkServer
 from tests.asynchronous import Test, run_by, until
@@ -98,6 +98,23 @@ def test_the_cpu_time_of_a_process_with_any_name_is_read(tmp_path: Path) -> None
         found = cpu_ticks(process.pid)
         process.kill()
     assert 0 <= found < 100
+
+
+async def test_a_kill_that_comes_before_the_process_is_there_ends_it(tmp_path: Path) -> None:
+    """A fork server that still imports starts it seconds later."""
+
+    class Later(FreshSpawner):
+        async def start(self, spawn: Spawn) -> RunningProcess:
+            await asyncio.sleep(0.1)
+            return await super().start(spawn)
+
+    role = RoleProcess("stubborn", ROLE, tmp_path / "log.txt", spawner=Later())
+    starting = asyncio.create_task(role.start(StubbornSpec(), 1))
+    await asyncio.sleep(0)
+    role.kill()
+    await starting
+    async with asyncio.timeout(5):
+        assert await role.ended() == "was killed by SIGKILL"
 
 
 BEATING = StubbornSpec(beats=True, pause=0.1)

@@ -105,6 +105,8 @@ class RoleProcess:
                 undo.pop_all()
             heartbeat.close_far()
             self._end = asyncio.create_task(self._watched(self._process, heartbeat), name=f"watch {self.name}")
+            if self._killed_here:  # while the spawner was at work
+                self.kill()
 
     async def _watched(self, process: RunningProcess, heartbeat: Heartbeat) -> str:
         """Watch the process until its end; returns how it ended, as "was killed by SIGKILL". It is killed if heartbeats
@@ -184,10 +186,10 @@ class RoleProcess:
                 await self.ended()
 
     def kill(self) -> None:
-        """Send SIGKILL to the process group, if the process runs, and return without waiting. The description of the
-        end then guesses at no reason."""
+        """Send SIGKILL to the process group, if the process runs, or as soon as a start in progress has made it; return
+        without waiting. The description of the end then guesses at no reason."""
+        self._killed_here |= self.running or self._changing.locked()
         if self.running:
-            self._killed_here = True
             with contextlib.suppress(ProcessLookupError):  # it has ended, and has not been waited for yet
                 os.killpg(self.pid, signal.SIGKILL)
 
