@@ -66,6 +66,8 @@ def test_wrong_data_fail_their_own_request_with_a_sentence(
         ({"eps": 1e-60}, "adam_params.eps: 1e-60, too small for float32; at least 1.17549e-38"),
         ({"eps": 1e-40}, "adam_params.eps: 1e-40, too small for float32; at least 1.17549e-38"),
         ({"learning_rate": 10**400}, "adam_params.learning_rate: 1000"),
+        ({"eps": 1e39}, "adam_params.eps: 1e+39; 0 to 1.70141e+38"),  # infinite in float32
+        ({"weight_decay": 1e5}, "100000: a step would take more than the whole weight; at most 100, 1 / learning"),
     ],
 )
 def test_wrong_numbers_of_a_step_are_refused(adam: dict[str, float], sentence: str, client: Client, id: str) -> None:

@@ -51,7 +51,9 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([SAMPLED], "ppo", {"agregation": "sum"}, r"forward_backward: agregation: unknown key; did you mean 'agg"),
         ([SAMPLED], "ppo", {"advantages": "group"}, r"advantages: is for a batch of groups, .*; leave it out"),
         ([replace(SAMPLED, logprobs=(0.5,) * 3)], "ppo", {}, r"data\[0\].logprobs: 0.5; give a logarithm of a prob"),
-        ([replace(SAMPLED, staleness=(-1,) * 3)], "ppo", {}, r"data\[0\].staleness: -1; give a number of versions"),
+        ([replace(SAMPLED, staleness=(-1,) * 3)], "ppo", {}, r"data\[0\].staleness: -1; numbers of versions, 0 to 2,1"),
+        ([replace(SAMPLED, staleness=(0, 0, 2**31))], "ppo", {}, r"staleness: 2147483648; numbers of versions, 0 to"),
+        ([replace(TOLD, staleness=cast(Any, (1.5,) * 3))], None, {}, r"staleness: 1.5; numbers of versions, 0 to"),
         ([SAMPLED], "ppo", {"reference": {"into": "reward"}}, r'reference: is for a batch .*; .* give into = "loss"'),
         ([TOLD], lambda logprobs, data: logprobs[0].sum(), {"correction": "truncate"}, "correction: is no part of"),
         ([TOLD], lambda logprobs, data: logprobs[0].sum(), {"aggregation": "fixed_length"}, "aggregation: is no part"),
@@ -63,7 +65,7 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([TOLD], lambda *_: torch.zeros((), requires_grad=True) * 2, {}, "computed from the log-probabilities"),
         ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
     ],
-    ids=range(28),
+    ids=range(30),
 )  # fmt: skip
 def test_data_and_losses(
     trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str
@@ -82,6 +84,10 @@ def test_data_and_losses(
         (lambda folder: stretto.Trainer(folder, sampling={"top": 1}), "Trainer: sampling.top: unknown key; allowed"),
         (lambda folder: stretto.Trainer(stretto.SharedModel(folder)), "lora: is missing: a shared model"),
         (lambda folder: stretto.Trainer(folder).optim_step(-1.0), "optim_step: learning_rate: -1.0; input should"),
+        (
+            lambda folder: stretto.Trainer(folder).optim_step(0.1, weight_decay=20),
+            r"optim_step: .*weight_decay = 20 times learning_rate = 0\.1 is above 1: a step would take more than",
+        ),
         (lambda folder: stretto.Trainer(folder).load("nowhere"), "nowhere: holds nothing that a trainer has saved"),
         (lambda folder: stretto.Trainer(folder).export("x", adapters_only=True), "this trainer has none"),
         (lambda folder: stretto.Trainer("nowhere"), "nowhere: no such folder"),
@@ -106,7 +112,7 @@ def test_data_and_losses(
             r"prompts\[1\]: has the id '1' of prompts\[0\]; give each",
         ),
     ],
-    ids=range(23),
+    ids=range(24),
 )
 def test_settings(folder: Path, act: Callable[[Path], object], message: str) -> None:
     with pytest.raises(stretto.UserError, match=message):

@@ -16,6 +16,8 @@ from stretto.trainer.batch.samples import Sample
 from stretto_verbs.arguments import plain
 from stretto_verbs.completion import LARGEST_LOGPROB, mark_on
 
+_MOST_LAG = 1 << 31
+
 #: A number for each of the T positions, or a row of K numbers: one for each target of the position.
 Targets = tuple[int, ...] | tuple[tuple[int, ...], ...]
 Factors = tuple[float, ...] | tuple[tuple[float, ...], ...]
@@ -216,8 +218,8 @@ def check_data(data: Sequence[Datum], vocabulary: int, longest: int, place: str)
 
 def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
     """Check that the data have log-probabilities, advantages and one target per position, as a loss over sampled tokens
-    needs, and that the tokens in the loss have possible log-probabilities and staleness. `loss`: its name, for
-    messages. Raises DataError, which names every datum that lacks something, or has an impossible number."""
+    needs, and that the tokens in the loss have possible log-probabilities. `loss`: its name, for messages. Raises
+    DataError, which names every datum that lacks something, or has an impossible number."""
     needed = {"logprobs": "those that the engine gave with the tokens", "advantages": "a number for each token"}
     problems = [
         Problem(f"{place}: data[{at}].{name}", "is missing", f'the loss "{loss}" needs it: {what}')
@@ -231,11 +233,9 @@ def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
         if one.width != 1
     ]
     for at, one in enumerate(data):
-        for name, least, most in (("logprobs", -math.inf, LARGEST_LOGPROB), ("staleness", 0, math.inf)):
-            column = getattr(one, name)
-            if odd := [column[n] for n in one.trained if column and not least <= column[n] <= most]:
-                told = {"logprobs": "a logarithm of a probability, at most 0", "staleness": "a number of versions"}
-                problems.append(Problem(f"{place}: data[{at}].{name}", f"{odd[0]}", f"give {told[name]}"))
+        if odd := [one.logprobs[n] for n in one.trained if one.logprobs and one.logprobs[n] > LARGEST_LOGPROB]:
+            remedy = "give a logarithm of a probability, at most 0"
+            problems.append(Problem(f"{place}: data[{at}].logprobs", f"{odd[0]}", remedy))
     if problems:
         raise DataError(problems)
 
@@ -304,6 +304,9 @@ def _problems(one: object, vocabulary: int, longest: int, number: int, place: st
     for name in ("weights", "logprobs", "advantages"):
         if wrong := [value for value in _flat(getattr(one, name)) if not _is_finite(value)]:
             found.append(Problem(f"{where}.{name}", f"{wrong[0]}", "finite numbers are needed"))
+    if wrong := [value for value in one.staleness if not _is_token(value, _MOST_LAG)]:
+        told = f"numbers of versions, 0 to {_MOST_LAG - 1:,}, are needed"
+        found.append(Problem(f"{where}.staleness", f"{wrong[0]!r:.80}", told))
     return found
 
 

@@ -55,6 +55,13 @@ class OptimizerConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
         description="dtype of saved policies; model: as in the folder that training starts from",
     )
 
+    @model_validator(mode="after")
+    def _decay_takes_no_more_than_a_weight(self) -> Self:
+        if self.weight_decay * self.learning_rate > 1:
+            told = f"weight_decay = {self.weight_decay:g} times learning_rate = {self.learning_rate:g} is above 1"
+            raise ValueError(f"{told}: a step would take more than the whole weight")
+        return self
+
 
 class LoraConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """`[trainer.lora]`: train low-rank adapters and freeze the policy."""

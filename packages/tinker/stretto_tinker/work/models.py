@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
@@ -45,8 +44,7 @@ EFFECTS = frozenset({CREATE, LOAD, BACKWARD, STEP})
 _STATE = "gradient.json"  # file of a snapshot with a gradient: the `_Accumulated`
 _RATIO = 20.0
 _LEAST_SECONDS = 1.0
-_ANY, _MOST = float("inf"), sys.float_info.max  # an integer in JSON may be larger
-_LEAST = 2.0**-126  # smallest normal number of float32
+_LEAST, _MOST = 2.0**-126, 2.0**127  # normal numbers of float32 (an integer in JSON may be larger than any float)
 
 
 class ModelFacts(msgspec.Struct, frozen=True):
@@ -346,26 +344,25 @@ def adam_of(body: OptimStep) -> Adam:
         params, place = dict(body.optimizer_params or {}), "optimizer_params"
         if (found := params.pop("type", "nothing")) != "adamw":
             raise RefusedRequest("optimizer_params", f"the optimizer {found!r} is not served", "adamw")
-    numbers = {"learning_rate": _ANY, "beta1": 1.0, "beta2": 1.0, "eps": _ANY, "weight_decay": _ANY}
-    numbers["grad_clip_norm"] = _ANY
+    numbers = {"learning_rate": _MOST, "beta1": 1.0, "beta2": 1.0, "eps": _MOST, "weight_decay": _MOST}
+    numbers["grad_clip_norm"] = _MOST
     for name, value in params.items():
         field = f"{place}.{name}"
         if name not in numbers:
             if value:
                 raise RefusedRequest(field, "no setting of AdamW", nearest(name, numbers))
-        elif (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0.0 <= value < numbers[name]
-            or value > _MOST
-        ):
+        elif isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < numbers[name]:
             found = "null, as NaN and infinity are sent" if value is None else f"{value!r:.40}"
             raise RefusedRequest(field, found, f"0 to {numbers[name]:g}")
         elif name == "eps" and not value:  # a weight without any gradient would become NaN
             raise RefusedRequest(field, "0", "above 0")
         elif name == "eps" and value < _LEAST:  # float32 rounds it to 0, or a device may
             raise RefusedRequest(field, f"{value:g}, too small for float32", f"at least {_LEAST:g}")
-    return Adam(**{name: float(value) for name, value in params.items() if name in numbers})
+    adam = Adam(**{name: float(value) for name, value in params.items() if name in numbers})
+    if adam.weight_decay * adam.learning_rate > 1:
+        found = f"{adam.weight_decay:g}: a step would take more than the whole weight"
+        raise RefusedRequest(f"{place}.weight_decay", found, f"at most {1 / adam.learning_rate:g}, 1 / learning_rate")
+    return adam
 
 
 def facts_of(body: CreateModel, seed: int) -> ModelFacts:
