@@ -243,7 +243,7 @@ class SimulatedRun:
         await conductor.run()
         await conductor.checkpointing.end()
         conductor.recorder.spans(await self.roles.poll())
-        conductor.recorder.rl_ends(conductor.in_flight.unjudged)
+        conductor.recorder.rl_ends()
         conductor.recorder.conclude()
 
     async def announce(self, version: int) -> None:

@@ -44,6 +44,25 @@ def test_what_the_end_of_a_run_cuts_off_waits_and_what_was_aborted_before_has_fa
     assert counted(desk.concluded()) == {"trained": 2, "generated_and_waiting": 4, "failed": 3}
 
 
+def test_an_answer_that_has_ended_and_whose_reply_is_lost_at_the_end_is_wasted_and_waits(desk: Desk) -> None:
+    desk.recorder.rl_begins()
+    desk.work = Work(generated=5)
+    desk.one_step()  # two tokens
+    desk.recorder.gives_up()
+    desk.work = Work(generated=9, stopped=3)  # an engine too slow to be waited for ended a turn of four tokens
+    found = desk.concluded()
+    assert counted(found) == {"trained": 2, "generated_and_waiting": 7}
+    assert found.tokens.wasted == 7
+
+
+def test_tokens_of_a_lost_engine_that_another_one_continued_are_wasted_and_generated_once(desk: Desk) -> None:
+    desk.recorder.rl_begins()
+    desk.work = Work(generated=1, stopped=1)  # a token that was lost with its engine, and is trained all the same
+    desk.one_step()  # two tokens
+    found = desk.concluded()
+    assert (found.tokens.generated, found.tokens.trained, found.tokens.wasted) == (2, 2, 0)
+
+
 def test_turns_that_no_trajectory_has_are_wasted_and_have_failed(desk: Desk) -> None:
     desk.recorder.rl_begins()
     desk.work = Work(generated=9, stopped=3)

@@ -34,7 +34,19 @@ from stretto.store.ledger.seals import check_rows
 from stretto.store.run_folder import Branch, RunFolder
 from stretto.store.selection import MEASURES, SELECTION, Bias, SelectionBias
 from stretto.store.series.lines import open_plain
-from stretto.store.totals import ENGINES, IDLE, TOTALS, Carried, Membership, Totals, goodput
+from stretto.store.totals import (
+    ENGINES,
+    EXPIRED,
+    FAILED,
+    FILTERED,
+    IDLE,
+    MASKED,
+    TOTALS,
+    Carried,
+    Membership,
+    Totals,
+    goodput,
+)
 
 #: Undecided trajectories by kind of reason (its part before ": "), each with its newest reason.
 _UNDECIDED = """
@@ -42,6 +54,7 @@ _UNDECIDED = """
     GROUP BY substr(reason, 1, instr(reason || ': ', ': ') - 1) ORDER BY 1 DESC, 3
 """
 _LONGEST_ADDRESS = 4_096
+_WASTED = (MASKED, EXPIRED, FILTERED, FAILED)
 _CHANGES = "SELECT detail FROM events WHERE name = ? ORDER BY rowid"
 
 
@@ -76,15 +89,13 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
     """Return the summary of a run from its open ledger, whose seals are not checked. `gateway`, `state`, `reason` and
     `replay`, which are not in the ledger, have their defaults."""
     totals = fact(connection, TOTALS, Totals) or Totals(max_staleness=None)
-    steps, version, masked = connection.execute(
-        "SELECT count(published_version), coalesce(max(published_version), 0), coalesce(sum(masked_tokens), 0)"
-        " FROM steps"
+    steps, version = connection.execute(
+        "SELECT count(published_version), coalesce(max(published_version), 0) FROM steps"
     ).fetchone()
     staleness = _staleness(connection, totals.max_staleness)
     spent = goodput(totals, tokens_on_record(connection))
-    interrupted, multi_version, lost = connection.execute(
-        "SELECT coalesce(sum(interrupted > 0), 0), coalesce(sum(newest_version > oldest_version), 0),"
-        " coalesce(sum(CASE WHEN state IN ('filtered', 'expired', 'failed') THEN tokens END), 0) FROM trajectories"
+    interrupted, multi_version = connection.execute(
+        "SELECT coalesce(sum(interrupted > 0), 0), coalesce(sum(newest_version > oldest_version), 0) FROM trajectories"
     ).fetchone()
     selection = fact(connection, SELECTION, SelectionBias) or SelectionBias()
     proofs = _canary(fact(connection, CANARY, CanaryRecord) or CanaryRecord())
@@ -99,7 +110,7 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
             generated=totals.generated,
             trained=sum(staleness.histogram.values()),
             recomputed=totals.recomputed,
-            wasted=lost + masked + totals.stopped + totals.unfinished,
+            wasted=sum(spent.budget[name].tokens for name in _WASTED) + totals.unfinished,
         ),
         trajectories=_trajectories(connection),
         staleness=staleness,

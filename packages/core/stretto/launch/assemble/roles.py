@@ -104,7 +104,6 @@ class Roles:
             generated=round(self.engines.counted(lambda health: health.generated)),
             recomputed=round(self.engines.counted(lambda health: health.recomputed)),
             stopped=round(self.engines.counted(lambda health: health.wasted)),
-            unfinished=round(self.engines.counted(lambda health: health.unfinished)),
             busy=busy,
             generated_by=self.engines.generated(),
             left=self.engines.left,

@@ -430,7 +430,7 @@ async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> N
         say(f"the trainer did not finish its step in time; --resume continues from step {checkpointing.saved_step}")
     await stop.unless(evaluation.end())
     recorder.spans(await roles.poll_unless(stop))
-    recorder.rl_ends(conductor.in_flight.unjudged)
+    recorder.rl_ends()
     if not stop.requested:
         say("measuring the held-out accuracy of the last version")
         await stop.unless(_evaluate_last(roles, evaluation, controller.published))

@@ -255,11 +255,6 @@ class InFlight:
             group.known(member) for group in parts for member in group.prefixes.keys() - group.ended.keys()
         )
 
-    @property
-    def unjudged(self) -> int:
-        """Number of tokens in fully sampled groups that are not judged yet."""
-        return sum(group.whole for group in self._groups.values())
-
     async def keep(self, patience: float | None = None) -> None:
         """Fetch the new tokens of all groups in flight from the engines and journal them. A crash loses only tokens
         sampled after the last call. Does nothing without a journal.

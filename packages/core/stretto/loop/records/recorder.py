@@ -39,7 +39,7 @@ from stretto.store.series.metrics import (
     alike,
     read_evaluations,
 )
-from stretto.store.totals import JUDGED, TOTALS, Carried, Judged, Totals, goodput
+from stretto.store.totals import JUDGED, TOTALS, WAITING, Carried, Judged, Totals, goodput, tokens_by_category
 
 if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
     from stretto.store.ledger.ledger import Ledger
@@ -103,7 +103,7 @@ class Recorder:
         self._carried = before if before is not None and before.medium == medium else Carried(medium)
         self._earlier = self.latest = msgspec.structs.replace(earlier, max_staleness=max_staleness)
         self._before = Work()
-        self._stopped: int | None = None  # tokens of completions aborted before the end of the run
+        self._stopped: int | None = None  # tokens stopped before the end of the run
         self._left_over = 0  # tokens of whole turns that are in no trajectory
         self._activities: Mapping[str, Mapping[str, float]] = {}
         # Tokens of evaluations by engine: now, and at the last poll.
@@ -134,24 +134,27 @@ class Recorder:
         self.clock.rl_begins()
 
     def gives_up(self) -> None:
-        """Note how many tokens of aborted completions (*stopped*) the engines count so far. Call it before the end of
-        the run aborts the completions in flight: `rl_ends` then counts their tokens as unfinished, not as stopped."""
-        self._stopped = self._work().stopped
+        """Note how many tokens are stopped before the end of the run aborts the completions in flight: `rl_ends` then
+        counts the tokens of these as unfinished."""
+        self._stopped = self.totals().stopped
 
-    def rl_ends(self, unjudged: int = 0) -> None:
+    def rl_ends(self) -> None:
         """Take the final counters of the engines into the totals; to be called after the last poll. The RL clock stays
-        at the last update. `unjudged`: tokens of completions that have ended and will not be judged."""
+        at the last update."""
         self._not_trained_for = self._evaluation_tokens.copy()
-        totals, work = self.totals(), self._work()
-        cut_off = 0 if self._stopped is None else work.stopped - self._stopped
+        totals, on_record = self.totals(), self._ledger.on_record
+        if self._stopped is not None:
+            totals = msgspec.structs.replace(totals, stopped=self._stopped)
+        # What else has been generated is in flight, also a completion whose last tokens a slow engine sent too late.
+        unfinished = tokens_by_category(totals, on_record)[WAITING] - on_record.buffered
         self.latest = msgspec.structs.replace(
             self.latest,
-            generated=totals.generated,
+            generated=max(totals.generated, on_record.tokens),
             recomputed=totals.recomputed,
-            stopped=totals.stopped - cut_off,
+            stopped=totals.stopped,
             generated_by=totals.generated_by,
             carried=totals.carried,
-            unfinished=work.unfinished + unjudged + cut_off,
+            unfinished=unfinished,
             evaluated=totals.evaluated,
         )
 

@@ -55,7 +55,6 @@ class Work:
     generated: int = 0
     recomputed: int = 0  # KV cache computed again after an interruption
     stopped: int = 0  # sampled for completions that were aborted
-    unfinished: int = 0  # sampled for completions of open requests
     busy: Mapping[str, float] = field(default_factory=dict)  # role: seconds of work
     generated_by: Mapping[str, int] = field(default_factory=dict)  # engine: its part of `generated`
     left: Collection[str] = ()  # engines of these that have left
