@@ -2,7 +2,7 @@
 
 - Those whose gold answer the reward cannot read are left out, with count, lines and reasons; if none is left, nothing
   starts; one that takes too long is an error, and never left out on one machine and kept on another; a reward without a
-  reader of gold answers leaves out nothing.
+  reader of gold answers leaves out nothing. What the machine lacks is told as that, not as the reward's mistake.
 - Rows that are held out and trained on, that contradict each other, or that are there twice, are told of, each kind
   with its count and its first place; nothing is said of questions that were made on the spot. Gold answers with digits
   of other scripts are told, with count, first place and code point.
@@ -14,7 +14,10 @@
   messages of the question that was drawn, also where rows share prompt and gold answer."""
 
 import json
+import os
+import resource
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from transformers import PreTrainedTokenizerFast
 
-from stretto.core.errors import DataError
+from stretto.core.errors import DataError, RoleDied
 from stretto.core.records import Prompt
+from stretto.launch.preflight.checks import check_reward_function
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.preflight.questions import encode_prompts, sift
 from stretto.launch.recipe.recipe import validate
@@ -96,6 +100,26 @@ def test_a_gold_answer_that_takes_too_long_is_an_error_that_names_its_row() -> N
     slow = r"$\int_0^{1} e^{e^{e^{x}}} dx$"
     with pytest.raises(DataError, match=r"rows.jsonl:2: reading it: timeout after 0\.02 s; shorten or remove"):
         sift(MATH, Questions([*questions("42", slow)][1:], questions("7")), reading_seconds=0.02)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda: sift(MATH, Questions(questions("7"), questions("7"))),
+        lambda: check_reward_function(RewardsConfig(function="tests.launch.rewards_for_tests:length")),
+    ],
+)
+def test_a_machine_without_descriptors_is_no_mistake_in_the_reward(
+    read: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.rewards.service.pool._ROOM_SECONDS", 0.1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, hard))
+    try:
+        with pytest.raises(RoleDied, match="rewards-0 cannot be started: Too many open files"):
+            read()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def row(line: int, text: str, answer: str = "1", messages: tuple[dict[str, str], ...] = ()) -> Question:

@@ -119,23 +119,24 @@ class Supervisor(Generic[T]):
         try:
             return await self._start()
         except RoleDied as death:
-            return await self.replace(death.how)
+            return await self.replace(death.how, cause=death.__cause__)
 
-    async def replace(self, how: str, *, counted: bool = True) -> T:
+    async def replace(self, how: str, *, counted: bool = True, cause: BaseException | None = None) -> T:
         """Start the role again, until a start succeeds; returns the result of `start`. `how` says how the role ended
         ("was killed by SIGKILL"). `counted`: False for an end that was not the role's own fault; failed starts
-        afterwards count. Raises RoleDied if the restart budget is exceeded, or `wanted` returns False."""
+        afterwards count. Raises RoleDied if its budget is exceeded, or it is no longer wanted; its cause is that of the
+        last failed start, at first `cause`: an OSError says that the machine lacks something."""
         while True:
             if not self._wanted():
-                raise RoleDied(self.name, how, self._log)
+                raise RoleDied(self.name, how, self._log) from cause
             if counted and self.restarts.exceeded_by_one_more():
-                raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", self._log)
+                raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", self._log) from cause
             self._say(f"{self.name} {how}: a new one is started")
             await self._sleep(self.restarts.pause)
             try:
                 return await self._start()
             except RoleDied as death:
-                how, counted = death.how, True
+                how, counted, cause = death.how, True, death.__cause__
 
     async def keep(self, ended: Callable[[], Awaitable[str]]) -> NoReturn:
         """Replace the role each time `ended` returns; its result says how the role ended. No deadline, since a healthy

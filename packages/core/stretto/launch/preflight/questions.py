@@ -11,13 +11,12 @@ from typing import Literal
 
 import msgspec
 
-from stretto.core.errors import DataError, Problem, RewardFunctionError, RoleError
+from stretto.core.errors import DataError, Problem
 from stretto.core.machine import cores
 from stretto.core.records import Outcome, Prompt
 from stretto.model.hf.tokenizer import Tokenizer, not_in_vocabulary
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.config import RewardsConfig
-from stretto.rewards.service.judging import PLACE
 from stretto.rewards.service.pool import DIED, TIMED_OUT, RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from stretto.rollout.questions import Question, Questions
@@ -57,7 +56,7 @@ def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _
     Raises:
         DataError: no gold answer of the training questions, or of the held-out ones, can be read; or one takes longer
             than `reading_seconds`, or ends the worker that reads it.
-        RewardFunctionError: the workers do not start.
+        RoleError: the workers do not start, for lack of memory or file descriptors, or of time.
     """
     asked = (*questions.training, *questions.held_out)
     reasons: dict[tuple[str, str], str] = {}  # by source and gold answer
@@ -95,17 +94,13 @@ def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dic
     """Return why a gold answer cannot be read within `seconds`, by gold answer; readable ones are left out.
 
     `config`: a reward whose function reads gold answers; its verdict on one that it cannot read is undecided. Raises
-    RewardFunctionError if the workers do not start.
+    RoleError if the workers do not start.
     """
-    try:
-        return asyncio.run(_unreadable(config, golds, seconds)) if golds else {}
-    except RoleError as error:
-        raise RewardFunctionError([Problem(PLACE, str(error))]) from None
+    return asyncio.run(_unreadable(config, golds, seconds)) if golds else {}
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return why the reward cannot read a gold answer, by gold answer; readable ones are left out. `seconds`: time
-    limit of one. Raises RoleError if the workers do not start."""
+    """Return the same as `_reasons`."""
     workers = max(config.workers, min(cores(), len(golds) // _PORTION))
     patient = {
         "max_consecutive_undecided": len(golds) + 1,

@@ -69,25 +69,25 @@ class WorkerProcess:
             OSError: no process or descriptor could be made.
         """
         ours, theirs = socket.socketpair()
-        self._progress, descriptor = JudgingCounter.create()
-        try:
-            settings = WorkerSettings(
-                parts=tuple(_parts(config)),
-                worth=Worth(right=config.right, wrong=config.wrong),
-                socket=theirs.fileno(),
-                progress=descriptor,
-                parent=os.getpid(),
-                memory=int(config.memory_gib * (1 << 30)),
-                path=config.path,
-            )
-            self._process = _spawn(settings, log, self._mark)
-        except OSError:
-            ours.close()
-            await self.end()
-            raise
-        finally:
-            theirs.close()
-            os.close(descriptor)
+        with contextlib.ExitStack() as inherited:
+            inherited.callback(theirs.close)
+            try:
+                self._progress, descriptor = JudgingCounter.create()
+                inherited.callback(os.close, descriptor)
+                settings = WorkerSettings(
+                    parts=tuple(_parts(config)),
+                    worth=Worth(right=config.right, wrong=config.wrong),
+                    socket=theirs.fileno(),
+                    progress=descriptor,
+                    parent=os.getpid(),
+                    memory=int(config.memory_gib * (1 << 30)),
+                    path=config.path,
+                )
+                self._process = _spawn(settings, log, self._mark)
+            except OSError:
+                ours.close()
+                await self.end()
+                raise
         await asyncio.get_running_loop().create_connection(lambda: self._wire, sock=ours)
         try:
             async with deadline("rewards", f"{self.name} to import {config.title}", config.start_timeout):
