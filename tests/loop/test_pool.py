@@ -112,6 +112,11 @@ def request(name: str, what: int = ANSWER, answers: int = 2) -> GenerateRequest:
     return GenerateRequest(id=name, prompt_token_ids=(what,), seeds=seeds, sampling=Sampling(max_tokens=4))
 
 
+def begun_by_version_7() -> GenerateRequest:
+    prefix = Segment.of(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,))
+    return msgspec.structs.replace(request("0", answers=1), prefixes=(prefix,))
+
+
 async def answers(fleet: EnginePool, asked: GenerateRequest) -> list[Completion]:
     return [completion async for completion in fleet.generate(asked)]
 
@@ -126,14 +131,41 @@ async def test_groups_are_spread_over_the_engines(fleet: EnginePool) -> None:
 
 @in_fleet()
 async def test_begun_answers_wait_for_an_engine_that_serves_the_version_of_their_last_token(fleet: EnginePool) -> None:
-    prefixes = (Segment.of(token_ids=(3,), behavior_logprobs=(-0.5,), versions=(7,)),)
-    asked = msgspec.structs.replace(request("0", answers=1), prefixes=prefixes)
-    answering = asyncio.ensure_future(answers(fleet, asked))
+    answering = asyncio.ensure_future(answers(fleet, begun_by_version_7()))
     await asyncio.sleep(0.3)
     early = answering.done()
     await fleet.reach(7)
     (completion,) = await answering
     assert (early, completion.versions[-1]) == (False, 7)
+
+
+@in_fleet(count=1)
+async def test_a_request_that_waits_for_a_version_is_given_up_with_the_others(fleet: EnginePool) -> None:
+    answering = asyncio.ensure_future(answers(fleet, begun_by_version_7()))
+    await asyncio.sleep(0.01)
+    giving_up = asyncio.ensure_future(fleet.give_up(lambda id: False))
+    await asyncio.sleep(0.1)
+    early = giving_up.done()
+    await fleet.reach(7)
+    await asyncio.gather(giving_up, answering)
+    assert not early
+
+
+def handle_of(client: SimulatedClient) -> EngineHandle:
+    process: Any = SimpleNamespace(clock_offset=0.0)
+    spec = EngineSpec("engine-0", "", "", "", "", "{}", 1, 0.0)
+    return EngineHandle(spec, process, client, DeadlinesConfig(), RestartBudget(1, 1.0), lambda _: None, Proving())
+
+
+async def test_a_request_that_its_abort_has_overtaken_is_aborted() -> None:
+    handle = handle_of(SimulatedClient("engine-0", Machine(random.Random(1)), lambda *_: None, version=0))
+    handle.open.add("0")
+    giving_up = asyncio.ensure_future(handle.give_up())
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineLost, match="broke off"):
+        [_ async for _ in handle.client.generate(request("0", answers=50))]
+    handle.open.clear()
+    await giving_up
 
 
 @in_fleet(count=1)
@@ -265,9 +297,7 @@ async def test_the_last_counters_are_of_no_moment_before_they_are_asked_for() ->
     """At the end of a run: a question of before the last tokens may still be open."""
     client = LateToReply("engine-0", Machine(random.Random(1)), lambda *_: None, version=0)
     client.may = asyncio.Event()
-    process: Any = SimpleNamespace(clock_offset=0.0)
-    spec = EngineSpec("engine-0", "", "", "", "", "{}", 1, 0.0)
-    handle = EngineHandle(spec, process, client, DeadlinesConfig(), RestartBudget(1, 1.0), lambda _: None, Proving())
+    handle = handle_of(client)
     asked = handle.counters.poll()
     await asyncio.sleep(0)
     client.generated = 5

@@ -47,7 +47,8 @@ class EngineHandle:
         how: how its last process ended, for messages; empty before the first end.
         publications: published versions that the engine has yet to load.
         counters: its counters and time spans, over all of its processes.
-        open: ids of the requests that the engine has now; the pool adds and removes them.
+        open: ids of the requests that the engine has now, or gets once it serves their version; the pool adds and
+            removes them.
     """
 
     spec: EngineSpec
@@ -391,10 +392,10 @@ class EngineHandle:
         the others have ended, or after a second, or if the engine does not reply; never raises for these reasons."""
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):
-                for id in [id for id in self.open if not spared(id)]:
-                    self.given_up.add(id)
-                    await self.client.abort(id)
-                while not all(map(spared, self.open)):
+                while left := [id for id in self.open if not spared(id)]:
+                    for id in left:  # again, if the engine did not have the request yet
+                        self.given_up.add(id)
+                        await self.client.abort(id)
                     await asyncio.sleep(_POLL_SECONDS)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:

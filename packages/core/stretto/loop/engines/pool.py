@@ -271,12 +271,12 @@ class EnginePool:
         prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}
         name = await self._free_engine(completions)
         engine = self._engines[name]
+        engine.open |= ids  # also while it waits: the end of a run aborts what is open, and nothing is sent behind it
         try:
             # Versions never fall within a completion: the engine needs the version of the last token, or a newer one.
             stamps = [prefix.stamps for request in requests for prefix in request.prefixes if prefix.stamps]
             if oldest := max(least, max([stamped[-1][0] for stamped in stamps], default=0)):
                 await engine.until_it_serves(oldest)
-            engine.open |= ids
             async for completion in engine.client.generate(*requests):
                 engine.restarts.progressed()
                 yield completion.written_by(name, prefixes[completion.request][completion.member])
