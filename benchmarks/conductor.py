@@ -1,7 +1,7 @@
 """How far one conductor scales: the real one with hundreds of simulated engines on real sockets
 (`benchmarks.simulated_run`).
 
-    python -m benchmarks.conductor [--engines 64,512] [--steps 6] [--quick] [--apart] [--uvloop]
+    python -m benchmarks.conductor [--engines 64,512] [--steps 6] [--quick] [--apart] [--asyncio]
 
 Each setting is a run: its machines join all at the same time, idle for a while, work through the steps, and get some
 further versions. All simulated machines are one process; `--apart` pins it and the conductor to a core each. If other
@@ -26,11 +26,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
 from benchmarks.report import Table, save
 from benchmarks.simulated_run import Setting, SimulatedRun, simulated_run
 from stretto.core.tasks import cancel_and_wait, run_beside
+from stretto.processes import event_loop
 from stretto_report.audit.check import check_run
 from stretto_report.reading.inspection import inspect_run
 
@@ -221,7 +220,7 @@ def main() -> None:
     parser.add_argument("--engines", default="64,512")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--quick", action="store_true", help="the settings without delay and with short completions")
-    parser.add_argument("--uvloop", action="store_true", help="another event loop than the one of the conductor")
+    parser.add_argument("--asyncio", action="store_true", help="another event loop than the one of the conductor")
     parser.add_argument("--profile", default="", help="a file for the profile of the training; nothing is saved")
     parser.add_argument("--in-flight", type=int, default=2048)
     parser.add_argument("--seconds", type=float, default=0.0)
@@ -249,14 +248,14 @@ def main() -> None:
     for setting in settings([int(count) for count in words.engines.split(",")], words.steps, words.quick):
         seconds = words.seconds or setting.seconds
         setting = dataclasses.replace(setting, in_flight=words.in_flight, seconds=seconds, core=core)
-        run = uvloop.run if words.uvloop else asyncio.run
+        run = asyncio.run if words.asyncio else event_loop.run
         with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
             found = run(measured(setting, Path(folder) / "run", words.profile))
         rows.append({"setting": asdict(setting), **found})
         table.add(*row(setting, found))
         table.show_last()
         print(found, flush=True)
-    if not (words.dry or words.profile or words.uvloop):
+    if not (words.dry or words.profile or words.asyncio):
         load = f"{os.getloadavg()[0]:.1f} processes wanted to run on the {os.cpu_count()} cores in the last minute"
         priority = Path("/proc/self/autogroup").read_text().split()[-1]
         save("conductor", {"goal": 5000, "load": load, "nice": int(priority), "apart": words.apart, "rows": rows})

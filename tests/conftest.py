@@ -17,6 +17,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from stretto.processes import event_loop
+
 os.environ.update(
     {
         "OMP_NUM_THREADS": "1",
@@ -62,6 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.numeric)
 
 
+#: Rooms whose code runs in the event loop of a conductor.
+_OF_CONDUCTORS = {"loop", "processes", "rewards", "service"}
+
 #: Of a test that awaits, whatever it waits for.
 _MOST_SECONDS = 60
 
@@ -72,7 +77,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
-    asyncio.run(asyncio.wait_for(pyfuncitem.obj(**given), _MOST_SECONDS))
+    run = event_loop.run if pyfuncitem.path.parent.name in _OF_CONDUCTORS else asyncio.run
+    run(asyncio.wait_for(pyfuncitem.obj(**given), _MOST_SECONDS))
     return True
 
 

@@ -275,6 +275,6 @@ async def test_an_order_under_way_counts_as_work(tmp_path: Path) -> None:
     assert link.busy_seconds == 0.0
     async with link._order():
         await asyncio.sleep(0.02)
-        assert 0.02 <= link.busy_seconds <= time.monotonic() - start
+        assert 0.019 <= link.busy_seconds <= time.monotonic() - start  # timers may be a millisecond early
     assert link.busy_seconds == 0.0
     link._channel.close()

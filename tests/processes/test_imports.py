@@ -6,13 +6,14 @@ import importlib.metadata
 import os
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import transformers
+import uvloop
 
 from stretto_app.forking.imports import (
     SCANS,
@@ -133,3 +134,10 @@ def test_the_environment_and_the_search_for_garbage_are_as_before(monkeypatch: p
         assert not gc.isenabled()
         raise ImportError
     assert (dict(os.environ), sys.meta_path, gc.isenabled()) == (before, finders, True)
+
+
+def test_where_there_is_no_uvloop_a_conductor_has_the_event_loop_of_asyncio(monkeypatch: pytest.MonkeyPatch) -> None:
+    for there, room in ((uvloop, "uvloop"), (None, "asyncio.unix_events")):
+        monkeypatch.setitem(sys.modules, "uvloop", there)
+        with closing(anew("stretto.processes.event_loop").new_event_loop()) as loop:
+            assert type(loop).__module__ == room

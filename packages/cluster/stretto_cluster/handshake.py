@@ -29,6 +29,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import UNREADABLE, HandshakeBroken, HandshakeRefused, WireError
 from stretto.core.frames import LENGTH, frame
 from stretto.core.records import Record
+from stretto.processes.event_loop import send
 
 _NONCE_BYTES = 32
 _LARGEST = 1 << 16  # bytes of a message: a stranger cannot fill the memory
@@ -137,8 +138,7 @@ class _Line:
     peer: str
 
     async def send(self, message: _Message) -> None:
-        self.writer.write(frame(message))
-        await self.writer.drain()
+        await send(self.writer, frame(message))
 
     async def receive(self, kind: type[_Kind]) -> _Kind:
         """Receive the next message, of class `kind`. `_line` converts the errors to those of `call` and `admit`.

@@ -19,6 +19,7 @@ from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import HandshakeBroken, HandshakeRefused, MachineLost, Problem, RecipeError
 from stretto.core.frames import LARGEST_FRAME, Unframer, frame
 from stretto.core.tasks import cancel_and_wait, first_of
+from stretto.processes.event_loop import send
 from stretto.processes.heartbeat import HEARTBEAT_SECONDS
 from stretto_cluster.handshake import Judge, admit
 
@@ -84,8 +85,7 @@ class Wire(Generic[Received]):
         self._piecemeal = True
         try:
             for start in range(0, len(pieces), _PIECE_BYTES):
-                self._writer.write(pieces[start : start + _PIECE_BYTES])
-                await self._writer.drain()
+                await send(self._writer, pieces[start : start + _PIECE_BYTES])
                 if self._writer.is_closing():
                     raise ConnectionResetError("the connection was given up")
                 await asyncio.sleep(0)  # `drain` does not yield to other tasks if the peer reads fast enough
@@ -153,7 +153,7 @@ class Wire(Generic[Received]):
         with contextlib.suppress(OSError):  # the listener hears of the end
             while True:  # a message under way serves as a heartbeat
                 if not (self._piecemeal or self._writer.transport.get_write_buffer_size()):
-                    self._writer.write(_HEARTBEAT)
+                    await send(self._writer, _HEARTBEAT)
                 await asyncio.sleep(HEARTBEAT_SECONDS)
 
     def cut(self) -> None:
@@ -258,5 +258,4 @@ async def join_ends(one: Stream, two: Stream) -> None:
 async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(_READ_BYTES):
-            writer.write(data)
-            await writer.drain()
+            await send(writer, data)

@@ -34,6 +34,7 @@ from stretto.launch.recorded import (
 )
 from stretto.loop.records.reporter import Reporter, RunLog
 from stretto.model.hf.inspection import read_weights
+from stretto.processes import event_loop
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
 from stretto.store.checkpoints import Checkpoints
@@ -218,7 +219,9 @@ class Prepared:
                 logbook.say(f"warning: {warning}")
             try:
                 with collected_seldom():
-                    code = until_cut_short(run(self.plan, self.folder, self.beginning, logbook, spawner))
+                    code = until_cut_short(
+                        run(self.plan, self.folder, self.beginning, logbook, spawner), conductor_loop(self.plan)
+                    )
             except SystemExit as end:
                 code = int(end.code or 0)  # the run can be resumed from the last checkpoint
             except Exception as error:  # an error of stretto, or a bug: both end the run and are recorded
@@ -233,6 +236,12 @@ class Prepared:
             with closing(Ledger(self.folder.ledger, self.plan.recipe.store)) as ledger:
                 record_end(ledger, code)
             return code
+
+
+def conductor_loop(plan: Plan) -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return what creates the event loop of a conductor: `event_loop.new_event_loop`, and asyncio's for a run whose
+    gate asks for TLS. uvloop may read a caller's first words before the gate begins TLS, and these are lost."""
+    return asyncio.new_event_loop if plan.recipe.cluster.tls else event_loop.new_event_loop
 
 
 def _destinations(config: OutletsConfig, folder: Path) -> list[str]:

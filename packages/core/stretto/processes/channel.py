@@ -21,6 +21,7 @@ from stretto.core.deadlines import deadline
 from stretto.core.errors import OutOfMemory, RoleDied, RoleFailed, StrettoError, UserError, WireError, described
 from stretto.core.frames import LARGEST_BATCH, LARGEST_FRAME, LENGTH, Unframer, frame
 from stretto.core.records import Record
+from stretto.processes.event_loop import send
 from stretto.processes.spawn import describe_exit
 
 _READ_BYTES = 1 << 20
@@ -136,9 +137,8 @@ class ConductorEnd(Generic[Received]):
         """
         assert self._writer is not None, "open() comes first"
         try:
-            self._writer.write(frame(message))
             async with deadline("conductor", f"{self.role} to take a message", 60):
-                await self._writer.drain()
+                await send(self._writer, frame(message))
         except ConnectionError:
             raise RoleDied(self.role, "closed its connection", self._log) from None
 

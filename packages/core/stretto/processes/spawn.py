@@ -13,6 +13,7 @@ from typing import Protocol
 
 from msgspec import field
 
+from stretto.core.errors import naming
 from stretto.core.records import Record
 from stretto.processes.heartbeat import PARENT
 from stretto.processes.kernel import set_memory
@@ -75,7 +76,7 @@ class FreshSpawner:
     """Starts a fresh interpreter for every process, which takes seconds with torch."""
 
     async def start(self, spawn: Spawn) -> RunningProcess:
-        with (Path(spawn.folder) / spawn.log).open("ab") as log:
+        with (Path(spawn.folder) / spawn.log).open("ab") as log, naming(Path(sys.executable)):
             return await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",

@@ -71,6 +71,7 @@ _INNER = ("logs", "policy", "checkpoints", "plots")
 _RECIPE, _PREDICTION = "recipe.toml", "prediction.json"
 #: Files that do not hinder a new run: left by a run that ended before it had a ledger, or by `stretto plan --run`.
 _FREE_NAMES = {lock.NAME, "log.txt", "logs", _PREDICTION}
+_RESERVED = 2  # descriptors: `shutil.rmtree` has a folder open twice
 _HALF_A_RECIPE = re.compile(r"\.recipe\.toml\.\d+\.part")
 
 
@@ -87,6 +88,7 @@ class RunFolder:
 
     def __init__(self, path: Path, held: int | None = None) -> None:
         self.path, self._lock = path, held
+        self._reserve = [os.dup(held) for _ in range(_RESERVED)] if held is not None else []
         self.recipe, self.ledger, self.kernels = path / _RECIPE, path / "ledger.sqlite", path / "kernels.json"
         self.log, self.metrics, self.spans = path / "log.txt", path / "metrics.jsonl", path / "spans.jsonl"
         self.questions, self.samples = path / "questions.jsonl", path / "samples.jsonl"
@@ -160,8 +162,15 @@ class RunFolder:
         held = os.fstat(self._lock)
         return f"{held.st_dev}-{held.st_ino}"
 
+    def free_reserve(self) -> None:
+        """Close the two descriptors that a locked folder keeps in reserve: this process can then remove other folders
+        although it has as many files open as it may."""
+        while self._reserve:
+            os.close(self._reserve.pop())
+
     def release(self) -> None:
         """Release the lock, if it is held."""
+        self.free_reserve()
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -68,6 +68,8 @@ class Connection(asyncio.Protocol):
         self._begin()
         headers = f"accept: {media}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n"
         headers += f"{self._authorization}\r\n"
+        if self._lost:  # `read` says so
+            return
         self._transport.write(f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\n{headers}".encode() + body)
 
     async def read(self) -> bytes:

@@ -224,6 +224,7 @@ def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoint
         mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
         undo.callback(os.close, own(mailbox, mailbox_folder))
         undo.callback(remove, mailbox, mailbox_folder)
+        undo.callback(folder.free_reserve)
         recorded = version == 0 or folder.kernels.exists()  # runs of earlier versions of stretto have no such file
         yield Endpoints(mailbox, mailbox_folder, sockets, folder.kernels if recorded else None, plan.seats)
 

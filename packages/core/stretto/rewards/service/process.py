@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 import msgspec
 
@@ -238,8 +238,7 @@ class _Wire(asyncio.Protocol):
         self._unframer = Unframer(LARGEST_REPLY)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are of no class of asyncio
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -249,6 +248,7 @@ class _Wire(asyncio.Protocol):
             self._distrust(FORGED)  # user code has written to the worker's descriptor
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
         self._lost()
 
     def write(self, data: bytes | bytearray) -> None:
