@@ -72,8 +72,7 @@ _BEHIND_NOUN = re.compile(
 )
 _IS_COMPARED = re.compile(  # the number of boys is 7 more than that of girls
     r"\b(?:(?:answer|number|total|result|sum|value|amount|count)\b[^.,;:\n]{0,40}|it|which)"
-    r" (?:is|are|was|were|equals) [$*]{0,3}$",
-    re.IGNORECASE,
+    r" (?:is|are|was|were|equals) [$*]{0,3}$"
 )
 _THAN = re.compile(rf"[$)}}*]{{0,3}} (?:(?:[a-z]+ )?(?:{COMPARATIVE}) than|times (?:the|that|its))\b", re.IGNORECASE)
 _LONE = re.compile(  # 5 cm longer: the answer to "how much longer?" only
@@ -91,7 +90,7 @@ sequence interval number point pair tuple vector equation line function matrix f
 morning evening help use means end start beginning sake union list choice option group team class crowd row difference
 """
 _QUANTITIES = frozenset(_QUANTITIES_TEXT.split())
-_OF = re.compile(r"(?:^|\W)the (?:[a-z-]+ ){0,2}?(?P<noun>[a-z-]+) of\s*[$(*{\\]{0,3}\s*$", re.IGNORECASE)
+_OF = re.compile(r"(?:^|\W)the (?:[a-z-]+ ){0,2}?(?P<noun>[a-z-]+) of\s*[$(*{\\]{0,3}\s*$")
 _BEFORE = re.compile(
     r"(?:\b(?:all but|outside|(?:one|some|any|most|part|elements?|multiples|supplement|complement|conjugate|transpose"
     r"|reflection|negation|permutations?|subsets?|fraction|inverse) of"
@@ -100,11 +99,10 @@ _BEFORE = re.compile(
     r"|(?:ending|starting|beginning) (?:in|with))"
     r"|[0-9]\$?(?: [a-z]+)? of (?:the|her|his|its|their|these|those|all)"
     r"|[0-9]\$? (?:times|plus|minus|divided by|over|out of|choose|to|through))\s*[$(*{\\]{0,3}\s*$"
-    r"|\bof (?:those|these)\s*$|(?<![\w\\])[a-zA-Z]\(\$?$"
-    r"|(?:[0-9a-z)$]\s?[+/×÷±·]|[0-9)$] ?[-−*]|√)\s*\$?$|\b(?:minus|negative) \$?$",
-    re.IGNORECASE,
+    r"|\b(?:of (?:those|these)\s*|(?:minus|negative) \$?)$|(?<![\w\\])[a-z]\(\$?$"
+    r"|(?:[0-9a-z)$]\s?[+/×÷±·]|[0-9)$] ?[-−*]|√)\s*\$?$"
 )
-_BOUND = re.compile(rf"\b(?:at (?:least|most)|up to|no (?:{COMPARATIVE}) than)\s*[$(*]{{0,3}}\s*$", re.IGNORECASE)
+_BOUND = re.compile(rf"\b(?:at (?:least|most)|up to|no (?:{COMPARATIVE}) than)\s*[$(*]{{0,3}}\s*$")
 
 
 def is_changed_behind(after: str) -> bool:
@@ -119,18 +117,19 @@ def is_changed_behind(after: str) -> bool:
 
 
 def is_compared(before: str, after: str) -> bool:
-    """Whether a number only tells by how much the answer exceeds another number: "the answer is 42 more than that".
-    False where no numbers are compared ("Tom is 5 years older than Ann"): there it may be the answer."""
+    """Whether a number is what another one exceeds a third by: "the answer is 42 more than that". Of one who is no
+    number ("Tom is 5 years older than Ann") it is the answer. `before`: in lower case."""
     return _THAN.match(after) is not None and _IS_COMPARED.search(before) is not None
 
 
 def is_bounded(before: str) -> bool:
-    """Whether the text before a number makes it a bound: "at most 42". (A number in a box is the answer even so.)"""
+    """Whether the text before a number, in lower case, makes it a bound: "at most 42". A box around it tells that it is
+    the answer."""
     return _BOUND.search(before) is not None
 
 
 def is_changed_before(before: str) -> bool:
-    r"""Whether the text before a number makes it another one.
+    r"""Whether the text before a number, in lower case, makes it another one.
 
     >>> [is_changed_before(text) for text in ("the supplement of $", "the total of ", "an area of ")]
     [True, False, False]
@@ -138,4 +137,4 @@ def is_changed_before(before: str) -> bool:
     if _BEFORE.search(before) is not None:
         return True
     found = _OF.search(before)
-    return found is not None and found["noun"].lower() not in _QUANTITIES
+    return found is not None and found["noun"] not in _QUANTITIES

@@ -32,40 +32,34 @@ _FOREIGN = (
     r"|bukan(?:lah)?|tidak|không"
 )
 _ATTRIBUTED = (  # one may think that the answer is 42; "we may conclude" is no guess
-    r"\b(?:may|might|could) (?:think|guess|expect|believe)\b"
-    r"|(?<!\bwe )\b(?:may|might|could) (?:say|conclude|answer)\b"
-    r"|\b(?:many|most|some) (?:people|students)? ?(?:think|guess|say|expect|believe|conclude|answer)\b"
-    r"|\b(?:common|popular|naive|tempting|initial) (?:guess|answer|mistake|error)\b"
-    r"|\b(?:suppose|assum(?:e|ing)|if (?:[a-z]+ ){1,3}were)\b"
+    r"(?:may|might|could) (?:think|guess|expect|believe)\b"
+    r"|(?<!\bwe )(?:may|might|could) (?:say|conclude|answer)\b"
+    r"|(?:many|most|some) (?:people|students)? ?(?:think|guess|say|expect|believe|conclude|answer)\b"
+    r"|(?:common|popular|naive|tempting|initial) (?:guess|answer|mistake|error)\b"
+    r"|(?:suppose|assum(?:e|ing)|if (?:[a-z]+ ){1,3}were)\b"
 )
 _DENIED_BEFORE = re.compile(
-    r"(?:\b(?:not|non|pas|nicht)\b(?!-)|n't\b|\bnever\b|\bneither\b|\bnor\b"
-    r"|\bcannot (?:be|equal|get|reach|obtain)\b|\brather than\b"
-    r"|\binstead of\b|\\neq?|≠|!=|\bby no means\b|\bno way\b"
-    r"|(?<!no )\bdoubt\b|\bimpossible\b|\bunlikely\b|\bhardly\b|\b(?:any|every)thing but\b|\bexcept\b|\bother than\b"
-    rf"|\bfar from\b|{_ATTRIBUTED}"
-    rf"|\b(?:false|wrong|incorrect) (?:that|to)\b|\bnobody\b|\bno one\b|\b(?:{_FOREIGN})\b(?!-))"
-    rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$",
-    re.IGNORECASE,
+    r"(?:\b(?:(?:not|non|pas|nicht)\b(?!-)|never\b|neither\b|nor\b|cannot (?:be|equal|get|reach|obtain)\b|rather than\b"
+    r"|instead of\b|by no means\b|no way\b|(?<!no )doubt\b|impossible\b|unlikely\b|hardly\b|(?:any|every)thing but\b"
+    r"|except\b|other than\b|far from\b|(?:false|wrong|incorrect) (?:that|to)\b|nobody\b|no one\b"
+    rf"|(?:{_FOREIGN})\b(?!-)|{_ATTRIBUTED})|n't\b|\\neq?|≠|!=)"
+    rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$"
 )
 _DENIED_BEFORE_ELSEWHERE = re.compile(  # in other scripts
     r"(?:\b(?:не|ни|ні|није|никогда|ніколи|нельзя|δεν|όχι|ليس|ليست|لا|ليسا|לא|אינ[הו]|איננ[הו])\b|ไม่)"
     rf"(?:(?!{_TURN})[^.,;:\n!?0-9$،؛]){{0,24}}\$?$"
-    r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠|小[于於]|大[于於]|超[过過]|不到|不足|少[于於]|多[于於]|(?:至少|至多)[有是]?|[高低][于於])[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$",
-    re.IGNORECASE,
+    r"|(?:不(?:可能|应该?|應該?|会|會|能|再|会?应该?)?(?:是|为|為|等于|等於|得|选|選|对|對)|[并並绝絕而]?非|≠|小[于於]|大[于於]|超[过過]|不到|不足|少[于於]|多[于於]|(?:至少|至多)[有是]?|[高低][于於])[\s(（$\\*{“「\"'択择擇项項:：]{0,6}$"
 )
-_NO = re.compile(r"^\W*no\s+[$(*]{0,3}$", re.IGNORECASE)  # "no 42"; "no, 42" is a correction
+_NO = re.compile(r"^\W*no\s+[$(*]{0,3}$")  # "no 42"; "no, 42" is a correction
 _COMPARED_ABROAD = re.compile(
     r"\b(?:(?:moins|plus) d[e']|(?:mehr|weniger) als|(?:más|menos|mais) d[eo]|(?:più|meno) di|(?:meer|minder) dan"
     r"|(?:mer|mindre) än|(?:mere|mindre) end|(?:więcej|mniej) niż"
-    r"|(?:больше|меньше|более|менее)(?: чем)?)\s*[$(*]{0,3}$",
-    re.IGNORECASE,
+    r"|(?:больше|меньше|более|менее)(?: чем)?)\s*[$(*]{0,3}$"
 )
-_DATED = re.compile(r"\b(?:before|after|until)\s*$", re.IGNORECASE)
+_DATED = re.compile(r"\b(?:before|after|until)\s*$")
 _LABELLED = re.compile(  # "This is not the final answer: 42"
     r"(?:\b(?:not|never|wrong|false|incorrect)"
-    r"|n't)\b[^.,;:\n!?0-9$]{0,30}\banswer\b[^.,;:\n!?0-9$]{0,10}[:：]\s*[$(*]{0,3}$",
-    re.IGNORECASE,
+    r"|n't)\b[^.,;:\n!?0-9$]{0,30}\banswer\b[^.,;:\n!?0-9$]{0,10}[:：]\s*[$(*]{0,3}$"
 )
 _BESIDE = re.compile(  # the answer is another number, described by this one
     r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than"
@@ -78,8 +72,7 @@ _BESIDE = re.compile(  # the answer is another number, described by this one
     r"|(?:square|cube|square root|cube root|root|sqrt|opposite|reciprocal|negative|inverse|double|half|multiple"
     r"|log|logarithm|ln|sine?|cosine|tangent|factorial|floor|ceiling|derivative|integral|absolute value"
     r"|third|quarter|fifth|tenth|digits?|divisors?|factors?|power|the remainder) of)"
-    r"\s*[$(*{\\]{0,3}\s*$",
-    re.IGNORECASE,
+    r"\s*[$(*{\\]{0,3}\s*$"
 )
 _OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|lower|above|below|beyond|up|over)"
 _OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
@@ -125,7 +118,7 @@ _DENYING_ELSEWHERE = re.compile(
     re.IGNORECASE,
 )
 _DENYING = re.compile(
-    rf"\b(?:not|never|doubt|impossible|unlikely|wrong|incorrect|false)\b|n't\b|{_ATTRIBUTED}", re.IGNORECASE
+    rf"\b(?:(?:not|never|doubt|impossible|unlikely|wrong|incorrect|false)\b|{_ATTRIBUTED})|n't\b", re.IGNORECASE
 )
 _NOR = re.compile(r"\s*\$?,?\s*(?:or|nor)\s+\$?")
 _AND, _OF_BEFORE = re.compile(r"\s*\$?,?\s*(?:and\s+)?\$?"), re.compile(r"\bof\s*\$?$")
@@ -135,7 +128,7 @@ _SEEN = 60, 80  # characters before and after that are searched
 def denied(text: str, start: int, end: int) -> bool:
     """Whether the text denies that its part from `start` to `end` is the answer, or only uses it to describe another
     number."""
-    before, content = text[max(0, start - _SEEN[0]) : start], text[start:end]
+    before, content = text[max(0, start - _SEEN[0]) : start].lower(), text[start:end]
     if not content.isdigit() and re.search("[A-Za-z:]", content) and _DATED.search(before) is not None:
         return True
     after = text[end : end + _SEEN[1]]
