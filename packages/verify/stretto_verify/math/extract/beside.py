@@ -36,17 +36,14 @@ _CASES = (  # for x > 0, and -5 otherwise
     r"|(?:if|for|when|where|unless|with)\b[^.\n]{1,60}?(?:\b(?:otherwise|else)\b|[0-9}$] (?:if|for|when|where)\b))"
 )
 _EVEN_BEHIND_A_NOUN = (  # 5 cm plus 3, 5 apples is wrong
-    rf"(?:plus or minus|plus|minus|less) {_OPERAND}"
-    rf"|(?:{COMPARATIVE}) than \$?[0-9]"
+    rf"(?:plus or minus|plus|minus|less) {_OPERAND}|(?:{COMPARATIVE}) than \$?[0-9]"
     rf"|(?:which )?(?:is|was) (?:{_WRONG}|too (?:small|large|big|low|high|much|many|few)\b)"
     rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
-    rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b)"
-    rf"|{_CASES}"
+    rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b)|{_CASES}"
 )
 _BEHIND = re.compile(
     r"[$)}*]{0,3}(?:"
-    rf"(?:,?[ \t]+|,|(?<=[}}$]))(?:{_EVEN_BEHIND_A_NOUN}"
-    rf"|(?:{_OPERATOR})[ ]{_OPERAND}"
+    rf"(?:,?[ \t]+|,|(?<=[}}$]))(?:{_EVEN_BEHIND_A_NOUN}|(?:{_OPERATOR})[ ]{_OPERAND}"
     rf"|to (?:the [0-9]|\$?[-−]?[0-9]++(?! (?:decimal|significant|d\.?p|s\.?f|places|digits|figures)))"
     r"|(?:and )?then (?:add|subtract|multiply|divide|double|halve|square)\b"
     r"|(?:plus|minus|times|up to) (?:an?|some) (?:[a-z]+ )?(?:constant|factor|multiple|sign)\b"
@@ -54,10 +51,8 @@ _BEHIND = re.compile(
     r"|the (?:negative|opposite|other)|so (?:on|forth))\b|etc\b|excluding [0-9$\\]|if [a-z]+ (?:were|had)\b"
     rf"|times as (?:many|much|[a-z]+) as {_OPERAND}"
     r"|is (?:(?:an? )?(?:upper|lower) bound"
-    r"|(?:only|just|merely) (?:an?|one|the first) (?:part|half|third|step|bound|guess)\b)"
-    r"|against[.\s]*$"
-    r"|of (?:the |an? )?(?:(?:remaining|other|first|last|second|original) )?(?:half|third|quarter|rest|remainder)\b"
-    r")"
+    r"|(?:only|just|merely) (?:an?|one|the first) (?:part|half|third|step|bound|guess)\b)|against[.\s]*$"
+    r"|of (?:the |an? )?(?:(?:remaining|other|first|last|second|original) )?(?:half|third|quarter|rest|remainder)\b)"
     r"|(?:-|\^\s*\{?\s*(?:\\text\s*\{\s*)?)(?:st|nd|rd|th)\}*\$? (?:power|root|prime|multiple|square|cube)s?\b"
     rf"|[ \t]*{_RELATED}\s*\$?[a-z](?![a-zA-Z])"
     r"|,?\s*\\[lc]?dots(?![a-z])"
@@ -93,11 +88,9 @@ _QUANTITIES = frozenset(_QUANTITIES_TEXT.split())
 _OF = re.compile(r"(?:^|\W)the (?:[a-z-]+ ){0,2}?(?P<noun>[a-z-]+) of\s*[$(*{\\]{0,3}\s*$")
 _BEFORE = re.compile(
     r"(?:\b(?:all but|outside|(?:one|some|any|most|part|elements?|multiples|supplement|complement|conjugate|transpose"
-    r"|reflection|negation|permutations?|subsets?|fraction|inverse) of"
-    r"|(?:perpendicular|parallel|orthogonal) to)"
+    r"|reflection|negation|permutations?|subsets?|fraction|inverse) of|(?:perpendicular|parallel|orthogonal) to)"
     r"|(?:day|week|month|year|number|integer|prime|one|term|value|remaining)s? (?:after|before|following|preceding"
-    r"|(?:ending|starting|beginning) (?:in|with))"
-    r"|[0-9]\$?(?: [a-z]+)? of (?:the|her|his|its|their|these|those|all)"
+    r"|(?:ending|starting|beginning) (?:in|with))|[0-9]\$?(?: [a-z]+)? of (?:the|her|his|its|their|these|those|all)"
     r"|[0-9]\$? (?:times|plus|minus|divided by|over|out of|choose|to|through))\s*[$(*{\\]{0,3}\s*$"
     r"|\b(?:of (?:those|these)\s*|(?:minus|negative) \$?)$|(?<![\w\\])[a-z]\(\$?$"
     r"|(?:[0-9a-z)$]\s?[+/×÷±·]|[0-9)$] ?[-−*]|√)\s*\$?$"

@@ -24,8 +24,7 @@ _LATER = re.compile(  # words by which a box replaces the one before
 )
 _LAST = re.compile(r"\bfinal(?:ly)?\b", re.IGNORECASE)
 _SENTENCE = re.compile(  # states an answer ("The answer is 9", "Option B"); no formula
-    r"(?!.*\\(?:text|mathrm|mbox|begin|operatorname)|[a-z ]*="
-    r"|(?:sin|cos|tan|ln|log|max|min|gcd|lcm|exp|sqrt|pi|inf)\b)"
+    r"(?!.*\\(?:text|mathrm|mbox|begin|operatorname)|[a-z ]*=|(?:sin|cos|tan|ln|log|max|min|gcd|lcm|exp|sqrt|pi|inf)\b)"
     r"(?!.*\?\s*$)(?=.*(?:\b(?:is|are|equals?|get|got|obtain|choose|pick|select|answer|option|choice)\b|:))"
     r"\s*(?:\*\*)?(?:[a-z']{2,}[:,.]?|[a-z](?= (?:is|equals|think|choose|get|got)\b))\s+\S"
     r"|\s*[\u4e00-\u9fff]{2,}\s*[:：是为]",

@@ -21,8 +21,7 @@ from stretto_verify.math.parse.units import NUMBER_WORD
 
 _TURN = (  # words that end the scope of a denial
     r"\b(?:but|so|hence|thus|therefore|then|giving|which gives|sino|pero|y|mais|donc|et|sondern|aber|also|und"
-    r"|quindi|mas"
-    r"|maar|utan|men|ale|lecz|ama|tetapi|melainkan|mà|hanem|vaan|но|а|и|поэтому|значит|αλλά|بل|אלא)\b"
+    r"|quindi|mas|maar|utan|men|ale|lecz|ama|tetapi|melainkan|mà|hanem|vaan|но|а|и|поэтому|значит|αλλά|بل|אלא)\b"
 )
 #: Words of languages with Latin letters; those that mean something else in English stand with a verb.
 _FOREIGN = (
@@ -32,8 +31,7 @@ _FOREIGN = (
     r"|bukan(?:lah)?|tidak|không"
 )
 _ATTRIBUTED = (  # one may think that the answer is 42; "we may conclude" is no guess
-    r"(?:may|might|could) (?:think|guess|expect|believe)\b"
-    r"|(?<!\bwe )(?:may|might|could) (?:say|conclude|answer)\b"
+    r"(?:may|might|could) (?:think|guess|expect|believe)\b|(?<!\bwe )(?:may|might|could) (?:say|conclude|answer)\b"
     r"|(?:many|most|some) (?:people|students)? ?(?:think|guess|say|expect|believe|conclude|answer)\b"
     r"|(?:common|popular|naive|tempting|initial) (?:guess|answer|mistake|error)\b"
     r"|(?:suppose|assum(?:e|ing)|if (?:[a-z]+ ){1,3}were)\b"
@@ -42,8 +40,7 @@ _DENIED_BEFORE = re.compile(
     r"(?:\b(?:(?:not|non|pas|nicht)\b(?!-)|never\b|neither\b|nor\b|cannot (?:be|equal|get|reach|obtain)\b|rather than\b"
     r"|instead of\b|by no means\b|no way\b|(?<!no )doubt\b|impossible\b|unlikely\b|hardly\b|(?:any|every)thing but\b"
     r"|except\b|other than\b|far from\b|(?:false|wrong|incorrect) (?:that|to)\b|nobody\b|no one\b"
-    rf"|(?:{_FOREIGN})\b(?!-)|{_ATTRIBUTED})|n't\b|\\neq?|≠|!=)"
-    rf"(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$"
+    rf"|(?:{_FOREIGN})\b(?!-)|{_ATTRIBUTED})|n't\b|\\neq?|≠|!=)(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$"
 )
 _DENIED_BEFORE_ELSEWHERE = re.compile(  # in other scripts
     r"(?:\b(?:не|ни|ні|није|никогда|ніколи|нельзя|δεν|όχι|ليس|ليست|لا|ليسا|לא|אינ[הו]|איננ[הו])\b|ไม่)"
@@ -52,9 +49,9 @@ _DENIED_BEFORE_ELSEWHERE = re.compile(  # in other scripts
 )
 _NO = re.compile(r"^\W*no\s+[$(*]{0,3}$")  # "no 42"; "no, 42" is a correction
 _COMPARED_ABROAD = re.compile(
-    r"\b(?:(?:moins|plus) d[e']|(?:mehr|weniger) als|(?:más|menos|mais) d[eo]|(?:più|meno) di|(?:meer|minder) dan"
-    r"|(?:mer|mindre) än|(?:mere|mindre) end|(?:więcej|mniej) niż"
-    r"|(?:больше|меньше|более|менее)(?: чем)?)\s*[$(*]{0,3}$"
+    r"\b(?:(?:moins|plus) d[e']|(?:weniger|[a-zäöüß]*(?:er|mehr)) als|(?:más|menos|mais) d[eo]|(?:più|meno) di"
+    r"|(?:mayor|menor|maior|superior|inferior)(?: o igual)? (?:que|a|do que)|(?:maggiore|minore) di|(?:meer|minder) dan"
+    r"|(?:mer|mindre) än|(?:mere|mindre) end|(?:więcej|mniej) niż|(?:больше|меньше|более|менее)(?: чем)?)\s*[$(*]{0,3}$"
 )
 _DATED = re.compile(r"\b(?:before|after|until)\s*$")
 _LABELLED = re.compile(  # "This is not the final answer: 42"
@@ -63,7 +60,7 @@ _LABELLED = re.compile(  # "This is not the final answer: 42"
 )
 _BESIDE = re.compile(  # the answer is another number, described by this one
     r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than"
-    r"|exceed(?:s|ing)?|as [a-z]+ as"
+    r"(?: or equal to)?|exceed(?:s|ing)?|as [a-z]+ as"
     r"|(?:(?:reject|avoid|discard|eliminate|exclude)(?:s|e?d)?|rul(?:e|ed|es|ing) out)"
     r"(?: (?:the )?(?:answer|value|option|choice|solution|root))?"
     r"|without|exclud(?:e[sd]?|ing)|differ(?:s|ent)? from|unequal to|menos|moins|минус"
@@ -71,8 +68,7 @@ _BESIDE = re.compile(  # the answer is another number, described by this one
     r"|twice|double|triple|half(?: of)?|thrice|divisible by"
     r"|(?:square|cube|square root|cube root|root|sqrt|opposite|reciprocal|negative|inverse|double|half|multiple"
     r"|log|logarithm|ln|sine?|cosine|tangent|factorial|floor|ceiling|derivative|integral|absolute value"
-    r"|third|quarter|fifth|tenth|digits?|divisors?|factors?|power|the remainder) of)"
-    r"\s*[$(*{\\]{0,3}\s*$"
+    r"|third|quarter|fifth|tenth|digits?|divisors?|factors?|power|the remainder) of)\s*[$(*{\\]{0,3}\s*$"
 )
 _OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|lower|above|below|beyond|up|over)"
 _OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
@@ -103,12 +99,9 @@ _DENIED_AFTER_ELSEWHERE = re.compile(
     r"|fals[oaeă]?\b|incorrect\w*|faux|fausse|errad[oa]|errat[oa]|sbagliat[oa]|fel\b|forkert|feil|fout|onjuist"
     r"|błędn\w*|špatn\w*"
     r"|yanlış|salah|sai\b|greșit\w*)|(?:no|non|não|nu|nem|ei|n'est|is niet|není|nie jest|bukan|không)\s+(?:es|son"
-    r"|è|é|este|ole|pas|la|phải)\b"
-    r"|není\b|nem\b|değil|yanlış|bukan\b"
-    r"|[—–-]?\s*(?:это\s+)?(?:не\b|неверн|неправильн|ошибочн|ні\b|невірн)"
-    r"|نیست|ليس|خطأ|غلط|नहीं|गलत|לא\b|שגוי"
-    r"|(?:は|が)?\s*(?:では|じゃ|で)(?:ない|ありません|なく)|(?:は|が)\s*(?:間違|誤り|違|不正解)|とは?異なる|以外"
-    r"|(?:가|이|은|는)?\s*(?:아니|아닙|아님|아닌|틀[렸린])"
+    r"|è|é|este|ole|pas|la|phải)\b|není\b|nem\b|değil|yanlış|bukan\b"
+    r"|[—–-]?\s*(?:это\s+)?(?:не\b|неверн|неправильн|ошибочн|ні\b|невірн)|نیست|ليس|خطأ|غلط|नहीं|गलत|לא\b|שגוי"
+    r"|(?:は|が)?\s*(?:では|じゃ|で)(?:ない|ありません|なく)|(?:は|が)\s*(?:間違|誤り|違|不正解)|とは?異なる|以外|(?:가|이|은|는)?\s*(?:아니|아닙|아님|아닌|틀[렸린])"
     r"|[是这這个個答案，,\s]{0,6}(?:不是|不对|不對|不正[确確]|不成立|不符|[错錯]|并不|並不|以外|除外|是不)|\s?(?:以[上下内內]|未満|未满|倍|的(?:一半|平方|立方|[^，。]{0,3}倍)))",
     re.IGNORECASE,
 )

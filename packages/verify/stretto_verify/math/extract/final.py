@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from stretto_verify.math.extract.beside import REFUSED
 from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box, only_box
 from stretto_verify.math.extract.conditions import unbounded, unconditioned, unrounded
 from stretto_verify.math.extract.corrections import corrected, withdrawn
@@ -64,8 +65,8 @@ _ANSWERS = (
 )
 _ARE = "est|es|ist|lautet|é|è|är|(?<=odpowiedź )to|brzmi|je|adalah|là|это|هي|هو|היא"
 _ANSWER = re.compile(
-    rf"(?:\b(?:ans(?:wer)?|{_ANSWERS}|(?:correct|right) (?:option|choice|one))\b|答案|答え|解答|正解|정답|답)"
-    rf"(?:[^.\n$]{{0,100}}?)(?:\b(?:is|are|{_ARE})\b|是|为|は|은|[:=：])\s*:?"
+    rf"(?:\b(?:ans(?:wer)?|{_ANSWERS}|(?:correct|right) (?:answer|option|choice|one|statement)s?)\b"
+    rf"|答案|答え|解答|正解|정답|답)(?:[^.\n$]{{0,100}}?)(?:\b(?:is|are|{_ARE})\b|是|为|は|은|[:=：])\s*:?"
     r"(?:\s*(?:option|choice)\b)?|####|^\s*(?:option|choice)\s*:|\bans\.(?=\s)"
     r"|\b(?:option|choice) is(?=[\s$*]*\([A-J]\))"
     r"|选(?:择|项)?(?:是|为)?[:：]?(?=[\s(（$\\*]*[A-J]{1,4}(?![A-Za-z]))",
@@ -105,6 +106,8 @@ _BETWEEN = re.compile(
 )
 _SCALE = re.compile(r"\s*(?:\\?%|percent\b|\(?in (base [0-9]{1,2}|binary|octal|hexadecimal)\b\)?)")
 _NEAR = re.compile(r"\s*(?:≈|\\approx)\s*")
+_NEXT_LINE = re.compile(r"[.,;]?\s*\n\s*(?:[-*•]\s+|[0-9]{1,2}[.)]\s+)?")
+_ROOT = re.compile(r"\s*([a-zA-Z])(?:_?\{?[0-9]\}?)?\s*=(?:[^a-zA-Z\\=<>]|\\(?:[dt]?frac|sqrt|pi)(?![a-z]))+")
 _NUMBER = re.compile(
     r"(?<![0-9A-Za-z_^{\\.,])(?<![_^]\{[-−+])(?<![_^][-−+])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?(?:\\?\$|[€£¥])?"
     r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
@@ -112,7 +115,7 @@ _NUMBER = re.compile(
     rf"|{'|'.join(MAGNITUDES)})\b)){{0,2}}(?![0-9])"
 )
 _TERM = r"(?:[0-9]++(?:\.[0-9]++)?|[√π]|[a-zA-Z](?![a-zA-Z])|\((?:[^()\n]{1,40})\)|\*\*|\^-?)"
-_EXPRESSION = rf"[-+−]?{_TERM}(?:\s*[-+−*/]\s*{_TERM}|{_TERM})*+"
+_EXPRESSION = rf"[-+−]?{_TERM}(?:[ ]*[-+−*/][ ]*{_TERM}|{_TERM})*+"
 _RELATION = re.compile(
     rf"(?<![A-Za-z0-9\\$^_])(?:[a-zA-Z] ?[-+*/] ?){{0,3}}[a-zA-Z](?:_?[0-9]|\([a-z]\))?"
     rf"(?:\s*(?:<=|>=|!=|[=<>≤≥≠])\s*{_EXPRESSION})+(?![0-9a-zA-Z%])"
@@ -130,15 +133,14 @@ _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 i
 _ASIDE = re.compile(
     r"不是(?!\s*(?:正[确確])?答案)"
     r"|,\s+which\s(?:is|are|was|were)\s(?=[^.\n]{0,80}\b(?:more|less|fewer|greater|times|twice|half|larger|smaller)\b)"
+    rf"|;\s(?=[^;\n]*\b(?:is|are) {REFUSED})"
     r"|,\s+(?:exactly )?as\s(?!well)|,\s+it (?:isn't|is not|can't be|cannot be|doesn't make sense)\s"
     r"|,?\s+\(?(?:not|non|pas|nicht|rather than|instead of|because|since|given that|due to)\s"
 )
 _BECAUSE = re.compile(r"(?:,? (?:because|since)|, as)\s(?!.*\b(?:so|hence|thus|therefore|but)\b)[^\n]*$")
 _IN_SPANISH, _NO_OTHER = re.compile("respuesta", re.IGNORECASE), re.compile(r",\s+no\s+(?=\S)")
 _ENDS_OF_RANGE = re.compile(r"\$?,?\s+\(?(in|ex)clusive\b", re.IGNORECASE)  # between 3 and 5 inclusive
-_TITLED = re.compile(
-    r"(?P<title>\W*[A-Za-z]{2,}.*)\b(?:is|are|equals)\b[\s:]*(?P<value>\S.*)", re.DOTALL
-)  # the sum of 2 and 3 is 5
+_TITLED = re.compile(r"(?P<title>\W*[A-Za-z]{2,}.*)\b(?:is|are|equals)\b[\s:]*(?P<value>\S.*)", re.DOTALL)
 _CLAUSE = re.compile(r"\b(?:that|which|who|whose|where|when|what|if)\b[^.,;:]*?\b(?:is|are|be|equals)\b", re.IGNORECASE)
 _ARTICLE = re.compile(r"\b(?:the|an?|this|that|its?|my|our|his|her|their|so|hence|thus)\b", re.IGNORECASE)
 _OTHER_SCRIPT = re.compile(r"[\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0400-\u1fff\u3040-\u9fff\uac00-\ud7af]")
@@ -177,8 +179,7 @@ def without_frame(completion: str, prompt: str = "") -> str:
     if "<<" in completion:
         completion = _CALCULATED.sub("", completion)
     text = unquoted(_MIXED.sub(_in_parts, in_digits(said(completion, prompt)[-LONGEST_TAIL:])))
-    text = _DOLLAR.sub(r"\\$", text)
-    text = unrounded(unbounded(text, prompt))
+    text = unrounded(unbounded(_DOLLAR.sub(r"\\$", text), prompt))
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
     text = _BOLD.sub(r"\1", _DECORATION.sub("", _NO_ANSWER.sub("", text)))
@@ -254,8 +255,7 @@ def _whole(text: str) -> FinalAnswer | None:
 
 def _is_spoken(text: str) -> bool:
     """Whether the text is a time, a proportion or a bound such as "at least 5"."""
-    bound = _BOUND.fullmatch(text.rstrip("."))
-    if bound is not None:
+    if (bound := _BOUND.fullmatch(text.rstrip("."))) is not None:
         return is_formula(without_unit(bound[1])[0])
     return any(form.fullmatch(text.rstrip(".")) for form in (SPOKEN, _PROPORTION))
 
@@ -462,11 +462,13 @@ def _apart(places: Iterable[Span], taken: Sequence[Span]) -> list[Span]:
 
 
 def _with_neighbours(text: str, spans: Sequence[Span]) -> list[Span]:
-    """The last of the spans and those before it that "and", "or" or a comma joins to it. `spans`, at least
-    one, and the result are in the order from last to first."""
+    """The last of the spans and those before it that "and", "or" or a comma joins to it, or that give a value to the
+    same name in the line before. `spans`, at least one, and the result are in the order from last to first."""
     joined = [spans[0]]
     for span in spans[1:]:
-        if _BETWEEN.fullmatch(text[span[1] : joined[-1][0]]) is None:
+        between, roots = text[span[1] : joined[-1][0]], [_ROOT.fullmatch(one[2]) for one in (span, joined[-1])]
+        is_root = _NEXT_LINE.fullmatch(between) is not None and roots[0] and roots[1] and roots[0][1] == roots[1][1]
+        if not is_root and _BETWEEN.fullmatch(between) is None:
             break
         joined.append(span)
     return joined

@@ -12,7 +12,7 @@ import re
 from stretto_verify.math.extract.denials import denied
 from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.parse.measures import KNOWN, product
-from stretto_verify.math.parse.units import MAGNITUDES
+from stretto_verify.math.parse.units import MAGNITUDES, SYMBOL
 
 _OPERATOR = r"\\(?:cdot|times|div|pm|mp)(?![a-zA-Z])"
 _FUNCTION = r"\\(?:pi|sqrt|[dtc]?frac|binom|ln|log|sin|cos|tan|theta)(?![a-zA-Z])"
@@ -46,12 +46,15 @@ _SIDE_BEHIND = re.compile(
 _ATOM = re.compile(r"[0-9.,]+|[a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})*")
 _OR = re.compile(
     r"(?:\s*\^\s*\{?\\circ\}?|\s*\\?%)?\$?,?\s*(?:\\text\{\s*or\s*\}|(?<=[\s$},])or\s+(?:(?:maybe|perhaps|possibly|even)\s+)?)\s*"
-    r"\$?(-?[0-9][0-9./]*)\$?(?=[\s.,;:]|$)"
+    r"\$?(-?[0-9][0-9./]*+(?:\\?%)?)\$?(?=[\s.,;:]|$)"
 )
-_ALSO = re.compile(  # and 43; by symmetry, 43 works as well; a line "Unordered: 43"
+_ALSO = re.compile(  # and 43; by symmetry, 43 works as well; a line "Unordered: 43", not "Steps: 43"
     r"(?:\$?,|\$?,?\s+and(?: possibly)?|\$?[.,;]?\s+(?:and,?\s)?(?:also|likewise|similarly|by symmetry),?(?: also)?"
-    r"|[$*}.\s]{0,20}\n\s{0,20}(?!check|verif|confiden|note|step|score|time|difficulty)[a-z]{2,20}"
-    r"(?: [a-z]{2,20}){0,2}:)\s*\$?(-?[0-9][0-9./]*|\([^()\n]{1,20},[^()\n]{1,20}\))\$?"
+    r"|[$*}.\s]{0,20}\n\s{0,20}(?:or|and|also|otherwise|else|alternatively|instead|corrected|update|final|un[a-z]+|non-?[a-z]+"
+    r"|case [0-9]|(?:if|for|when|with|without|including|excluding|assuming)(?: [a-z=0-9]+){1,6}"
+    r"|(?:(?:[a-z]+ ){0,2}(?:answer|solution|root|result|option|choice)"
+    r"|(?:(?:the|other|correct|actual|true|new|final|grand) )?(?:total|value|sum|number|count|amount))s?(?: [0-9])?):)"
+    r"\s*\$?(-?[0-9][0-9./]*|\([^()\n]{1,20},[^()\n]{1,20}\))\$?"
     r"(?: (?:works|does|is)(?: (?:also|as well|too|one|a solution))*)?[.\s]*$",
     re.IGNORECASE,
 )
@@ -208,7 +211,7 @@ def with_unit(content: str, after: str) -> str:
     >>> with_unit("5", " days a week"), with_unit("5", " apples"), with_unit("60", " km/h.")
     ('5\\text{ days}', '5', '60\\text{ km/h}')
     """
-    if not content[-1:].isdigit():
+    if not content.rstrip("}")[-1:].isdigit():
         return content
     if (base := _IN_BASE.match(after)) is not None:
         return rf"{content}\text{{ in {base[1].lower()}}}"
@@ -222,7 +225,8 @@ def with_unit(content: str, after: str) -> str:
         told = "".join(words[:count]).strip(" /-")
         if told in MAGNITUDES:
             return f"{content} {told}"
-        if told.lower() in KNOWN or ((count > 1 or len(told) == 1) and words[0].lower() != "in " and product(told)):
+        is_sign = count > 1 or len(told) == 1 or SYMBOL.fullmatch(told)
+        if told.lower() in KNOWN or (is_sign and words[0].lower() != "in " and product(told)):
             power = _RAISED.match(after, found.start("words") + len(told))
             return rf"{content}\text{{ {told}}}" + (f"^{_EXPONENTS.get(power[1], power[1])}" if power else "")
     return content

@@ -10,8 +10,7 @@ from functools import lru_cache
 
 _VERBS = (
     r"is|are|was|were|has|have|had|gets?|got|needs?|pays?|paid|wins?|won|earns?|earned|owes?|sold|sells?|buys?"
-    r"|bought|makes?"
-    r"|made|scored|receives?|received|weighs?|costs?|takes?|took|ate|eats?"
+    r"|bought|makes?|made|scored|receives?|received|weighs?|costs?|takes?|took|ate|eats?"
 )
 _NAMED = r"(?P<name>[A-Z][a-z]+(?: [A-Z][a-z]*)*|[a-z])(?:'s(?: [a-z]+){1,4})?"
 _STATEMENT = re.compile(rf"{_NAMED}\s+(?:{_VERBS})\b")

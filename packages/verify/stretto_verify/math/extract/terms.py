@@ -15,13 +15,14 @@ from fractions import Fraction
 from unicodedata import normalize
 
 from stretto_verify.math.parse.measures import KNOWN
+from stretto_verify.math.parse.numerals import counted
+from stretto_verify.math.parse.units import NUMBER_WORD
 
 _ABOUT = r"(?:approximately|approx\.?|about|roughly|around|≈|\\approx(?![a-z]))"
 _NEAR = r"\$?\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?\s*(?:\\?%|percent\b|[a-z]{1,3}\b)?)\s*\$?"
 _VALUE = r"(?<=[0-9)}$π%])"
 _APPROXIMATED = re.compile(
-    rf"{_VALUE}\s*(?:\(\s*(?:or |which is )?{_ABOUT}\s*{_NEAR}\)"
-    rf"|,?\s*\b(?:or|which is|that is)\s+{_ABOUT}\s*{_NEAR}"
+    rf"{_VALUE}\s*(?:\(\s*(?:or |which is )?{_ABOUT}\s*{_NEAR}\)|,?\s*\b(?:or|which is|that is)\s+{_ABOUT}\s*{_NEAR}"
     rf"|\\text\s*\{{\s*(?:\(|,?\s*or\s)\s*{_ABOUT}\s*{_NEAR}\)?\s*\}}"
     rf"|\\text\s*\{{\s*,?\s*(?:or|which is)\s+{_ABOUT}\s*\}}\s*{_NEAR})"
 )
@@ -30,6 +31,11 @@ _SAME_UNIT = re.compile(  # 2π units, or about 6.28 units
 )
 _RESTATED = re.compile(r"(?<=[0-9)}$π%*]),? (?:i\.e\.|that is|(?:or )?equivalently),? (?=[$\\]{0,2}-?[0-9]|\$\\)")
 _IN_BRACKETS = re.compile(r"(?<=[0-9}$%])\s\(or ([^()\n]{1,30})\)")
+_IN_PERCENT = re.compile(r"((?<![0-9])\.[0-9]+|/\s?[0-9]+|\}\{[0-9]+\}\}?\$?|\b0\.[0-9]+)\s\(([0-9.]+\\?%)\)")
+_HALF_OF_DAY = re.compile(  # 6:30 in the evening
+    r"\b([0-9]{1,2}(?::[0-5][0-9]|(?= o'clock)))(?: o'clock)?(\s|\s?\\text\{\s*)in the (morning|afternoon|evening)\b"
+)
+_CHANCE = re.compile(rf"\b(?:1|one)([ -])in\1({NUMBER_WORD}|[0-9]+)(?![\w-])")
 _ANSWER = re.compile(r'"(?:final[ _])?answer"\s*:\s*"((?:[^"\\\n]|\\.)*)"', re.IGNORECASE)
 _POWER_OF_UNIT = re.compile(r"(?<=[a-z])\$\^\s*(\{?[23]\}?)\s*\$")  # cm$^2$
 _DIGIT = re.compile(r"(?![0-9])\d")
@@ -77,6 +83,12 @@ def unquoted(text: str) -> str:
         text = _POWER_OF_UNIT.sub(r"^\1", text)
     if any(words in text for words in ("i.e.", "that is", "equivalently", "(or ")):
         text = _IN_BRACKETS.sub(r" or \1", _RESTATED.sub(" or ", text))
+    if "%)" in text:
+        text = _IN_PERCENT.sub(r"\1 or \2", text)
+    if "in the " in text:
+        text = _HALF_OF_DAY.sub(lambda found: f"{found[1]}{found[2]}{'AM' if found[3] == 'morning' else 'PM'}", text)
+    if "one in " in text or "-in-" in text:
+        text = _CHANCE.sub(lambda found: f"1 in {counted(found[2]) or found[2]}", text)
     if any(word in text for word in ("about", "approx", "≈", "roughly", "around")):
         text = _SAME_UNIT.sub(r" ≈ \2\1", text)
         text = _APPROXIMATED.sub(lambda found: f" ≈ {next(filter(None, found.groups())).strip()}", text)
@@ -112,8 +124,7 @@ _BEFORE = r"(?:[<>≤≥±]=?[ ]?|(?<=is )[-−][ ](?=[0-9])|\|)?+[-−+]?"
 _UNITS = "|".join(sorted(KNOWN, key=len, reverse=True))
 _BEHIND = (  # suffixes that change a number: 3k, 42i, 4.2.1, 0.42..., 5‰; no unit, no ordinal, no words
     rf"(?:(?<=[0-9])(?:(?!(?:{_UNITS}|st|nd|rd|th)(?![a-zA-Z]))[a-zA-Z]{{1,3}}[0-9]*+(?![a-zA-Z])|(?:\.[0-9]++)++|\.\.+|…|‰)"
-    r"|[ ]\((?:mod)[ ][^()\n]{1,20}\)|\|"
-    r"|[ ]\(?(?:in[ ])?(?:base[ ][0-9]{1,2}|binary|octal|hexadecimal)\b\)?)?+"
+    r"|[ ]\((?:mod)[ ][^()\n]{1,20}\)|\||[ ]\(?(?:in[ ])?(?:base[ ][0-9]{1,2}|binary|octal|hexadecimal)\b\)?)?+"
 )
 _TERM = re.compile(
     rf"(?<![0-9A-Za-z_^{{\\.,/$])(?!(?<=[0-9] )[a-z]){_BEFORE}"

@@ -19,6 +19,7 @@ _SYSTEM = re.compile(
     re.DOTALL,
 )
 _TWO_SYSTEMS = re.compile(r"(\\end\{d?cases\}(?:\\\})?)\s*,?\s*(?=(?:\\\{)?\\begin\{d?cases\})")
+_IF = re.compile(r"^\s*\\text\{\s*(?:if|for|when|where)\s*\}\s*")
 _PAIR = re.compile(r"\([^()]+,[^()]+\)[,;.]?")
 _SIGN = re.compile(r"[=<>]|\\(?:le|ge|in|neq|approx|equiv)(?![a-z])")
 _SETS: Final = (
@@ -86,16 +87,31 @@ def _periodic(text: str) -> str:
 
 
 def _system(found: re.Match[str]) -> str:
-    """Rows of a system, found by `_SYSTEM`, as a list. Matrices, and cases with conditions, are unchanged."""
+    """Rows of a system, found by `_SYSTEM`, as a list; cases with conditions as a list of pairs. Matrices are
+    unchanged."""
     rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
-    if "align" in found[1] or found[1] == "split":
+    cells = [[cell.strip(" ,;.") for cell in row.split("&")] for row in rows]
+    if "align" in found[1] or found[1] == "split" or all(_SIGN.match(row[-1]) for row in cells):
         rows = [row.replace("&", "") for row in rows]
+    elif "cases" in found[1] and all(len(row) == 2 and all(row) for row in cells):
+        told = [_condition(condition) for _, condition in cells]
+        pairs = [f"({value},{condition})" for (value, _), condition in zip(cells, told, strict=True)]
+        return found[0] if None in told else ",".join(pairs)
     if any("&" in row or not (_SIGN.search(row) or _PAIR.fullmatch(row)) for row in rows):
         return found[0]
     joined = ""
     for row in rows:  # a row that begins with a sign continues the chain of the row above
         joined += row.rstrip(",;") if not joined or _SIGN.match(row) else "," + row.rstrip(",;")
     return joined
+
+
+def _condition(text: str) -> str | None:
+    """A condition of cases: a relation, or a text; None if it is both or neither, since words would be passed over."""
+    bare = _IF.sub("", text[1:-1] if text.startswith("(") and text.endswith(")") else text)
+    if (_SIGN.search(bare) is None) != (r"\text" in bare):
+        return None
+    words = " ".join(_TEXTS.sub(r" \1 ", bare).split())
+    return rf"\text{{{words.removeprefix('if ')}}}" if r"\text" in bare else bare
 
 
 def undeclared(text: str) -> str:

@@ -15,8 +15,7 @@ from stretto_verify.math.parse.units import SPOKEN, amount
 
 _INTO_WORDS = re.compile(r"\\text\{([^{}]*)\}")
 _NOTHING = re.compile(
-    r"\\emptyset|\\\{\s*\\\}|(?:the )?empty set"
-    r"|(?:there (?:is|are|exists?) |(?:(?:the|this) )?"
+    r"\\emptyset|\\\{\s*\\\}|(?:the )?empty set|(?:there (?:is|are|exists?) |(?:(?:the|this) )?"
     r"(?:equation|system|inequality|problem)s? (?:has|have) )?no (?:(?:real|integer|positive|such|possible) )*"
     r"(?:solutions?|roots?)(?: exists?)?",
     re.IGNORECASE,

@@ -11,10 +11,11 @@ from typing import Final
 
 _SIGNS = re.compile(
     r"\\(?:bigcup|[lr]brack|[lr]paren|sfrac|nicefrac|surd|root|[ij]math|cr(?![a-z])|check|black|square|Box|qed|mathrm|mathsf"
-    r"|text|approx)|[✓✔✅∎□■]|base|octal|half|quarter|third|inary|decimal|ption|hoice|nswer:|floor|_\{1,|_\{\(|_\{[0-9]+\+|[A-J]\)\s*$"
+    r"|text|approx)|[✓✔✅∎□■]|base|octal|half|quarter|third|inary|decimal|ption|hoice|nswer:|floor|\b0[xbo][0-9A-Fa-f]|_\{1,|_\{\(|_\{[0-9]+\+|[A-J]\)\s*$"
 )
 _BRACKETS: Final = {"lbrack": "[", "rbrack": "]", "lparen": "(", "rparen": ")"}
 _SYSTEMS: Final = {"binary": 2, "octal": 8, "decimal": 10, "hexadecimal": 16}
+_MARKED: Final = {"x": 16, "b": 2, "o": 8}
 _PARTS: Final = {"half": 2, "third": 3, "quarter": 4}
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
@@ -38,6 +39,7 @@ _REPLACED: Final = tuple(
             r"\\(?:text|mathrm)\s*\{\s*([0-9A-F]+)\s*\}\s*_|(?<=[0-9A-F])\\(?:text|mathrm)\s*\{\s*([A-F]+)\s*\}\s*_",
             r"\1\2_",
         ),
+        (r"_\{([0-9]{1,2})\}(?=[\s}(]*(?:\\text\s*\{)?[\s(]*(?:in\s+)?(?:base|binary|octal|hexa|deci))", r"_\1"),
         (r"_\s*\{\s*(?:\(([0-9]{1,2})\)|\\(?:text|mathrm)\s*\{\s*base\s*\}\s*([0-9]{1,2}))\s*\}", r"_{\1\2}"),
         (
             r"(?<=[0-9A-F])\s*(?:\\(?:text|mathrm)\s*\{)?\s*\(?\s*(?:in\s+)?base[\s}]+([0-9]{1,2}|two|three|four|five|six|seven|eight|nine|ten|twelve|sixteen)\)?\s*\}?\s*$",
@@ -51,6 +53,8 @@ _REPLACED: Final = tuple(
             r"(?<=[0-9A-F])\s*(?:\\(?:text|mathrm)\s*\{)?\s*\(?\s*(?:in\s+)?(binary|octal|decimal|hexadecimal)\)?\s*\}?\s*$",
             lambda found: f"_{{{_SYSTEMS[found[1]]}}}",
         ),
+        (r"_\{?([0-9]{1,2})\}?_\{\1\}$", r"_{\1}"),  # 101_2 in binary
+        (r"^\s*0([xbo])([0-9A-Fa-f]+)\s*$", lambda found: f"{found[2].upper()}_{{{_MARKED[found[1]]}}}"),
         (
             r"^(\s*(?:\\(?:text|mathrm)\s*\{\s*)?)(?:[Oo]ption|[Cc]hoice|[Aa]nswer:)\s+(?=\(?[A-J](?:[).:]|\s*\}?\s*$))",
             r"\1",

@@ -75,8 +75,7 @@ _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
     r"^(?!\\text\{\s*\(?[A-J][).:])\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
     r"|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval|vert(?:ex|ices)|cent(?:er|re)|coordinates|vector)\s*\}"
-    r"\s*(?=[(\[\\])"
-    r"|^\\text\{\s*(?:exactly|diverges to)\s*\}\s*(?=[-0-9\\])"
+    r"\s*(?=[(\[\\])|^\\text\{\s*(?:exactly|diverges to)\s*\}\s*(?=[-0-9\\])"
     r"|^(?:\\text\{\s*)?(?:for )?all(?: (?:the|real|positive|natural|whole|integers?|numbers?|values|of))*\s*\}?\s*"
     r"(?=[a-z]\s*(?:[<>]|\\(?:le|ge)(?![a-z])))"
 )

@@ -40,7 +40,7 @@ LEFT_OUT: Final = frozenset([1, Fraction(1, 100), 12, 100, 10**3, 10**6, 10**9, 
 
 #: Symbols of units. Case matters: mW is not MW. Symbols that could be the letter of a choice or a line (J, MN) are left
 #: out.
-_SYMBOL: Final = re.compile(
+SYMBOL: Final = re.compile(
     r"[kMGTdcmµn]?(?:Pa|mol|eV|Hz|Wb|cal|bar|W)|[kdcmµn]?[NVLsmg]|[kmµn][JAFC]|[MG]J|atm|rpm|psi|dB|kB|[kMGT]?iB|[GT]B"
 )
 _CLOSE_SYMBOL: Final = re.compile(r"[kMGm]?(?:Pa|Hz|eV|mol)")  # 2kPa, but not 2mV
@@ -67,8 +67,7 @@ SPOKEN: Final = re.compile(
     r"(?:Mon|Tues|Wednes|Thurs|Fri|Satur|Sun)day\b"
     rf"|{_MONTH} [0-9]{{1,2}}(?:,? [0-9]{{4}})?(?![0-9])"
     rf"|[0-9]{{1,2}}(?:st|nd|rd|th)? (?:of )?{_MONTH}(?:,? [0-9]{{4}})?(?![0-9])"
-    r"|[0-9]{1,2}(?::[0-9]{2})?\s?[apAP]\.?\s?[mM]\b\.?"
-    r"|12(?::00)? (?:noon|midnight)\b|[0-9]{1,2} o'clock\b"
+    r"|[0-9]{1,2}(?::[0-9]{2})?\s?[apAP]\.?\s?[mM]\b\.?|12(?::00)? (?:noon|midnight)\b|[0-9]{1,2} o'clock\b"
     rf"|(?<![0-9.])[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS}),?\s(?:and\s)?[0-9.]{{0,12}}[0-9]\s?(?:{_UNITS})(?![a-zA-Z])"
 )
 
@@ -96,8 +95,7 @@ _DENIED = re.compile(
     r"|fails?|excluded|too|below|halves|(?:third|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s"
     r"|(?:st|nd|rd|th) (?:[a-z]+ )?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)"
     r"|of (?:the |an? )?(?:[a-z]+ )?(?:half|third|quarter|rest)|at (?:least|most)|counting"
-    rf"|(?:{COMPARATIVE.removeprefix('more|')}|short|score)(?=\s*$)"
-    rf"|less (?:{NUMBER_WORD})"
+    rf"|(?:{COMPARATIVE.removeprefix('more|')}|short|score)(?=\s*$)|less (?:{NUMBER_WORD})"
     r"|(?:and|or) (?:an? )?(?:half|third|quarter|one|two|three|four|five|six|seven|eight|nine|ten|twenty|thirty"
     r"|forty))\b",
     re.IGNORECASE,
@@ -168,13 +166,13 @@ def _are_unit(words: str, apart: bool) -> bool:
     parts = [part.lower() for part in raw]
     if parts in (["squared"], ["cubed"]):
         return False
-    if _CLOSE_SYMBOL.fullmatch(raw[0]) and all(map(_SYMBOL.fullmatch, raw)):
+    if _CLOSE_SYMBOL.fullmatch(raw[0]) and all(map(SYMBOL.fullmatch, raw)):
         return True
     if all(part in KNOWN or part in POWERS or part in ("per", "of") for part in parts):
         return apart or len(words) > 1
     short = (*POWERS, *KNOWN, "per", "of", "the", "in")
     return apart and all(
-        len(one) >= 4 or one.lower() in short or _SYMBOL.fullmatch(one) or (len(one) > 2 and unit_named(one))
+        len(one) >= 4 or one.lower() in short or SYMBOL.fullmatch(one) or (len(one) > 2 and unit_named(one))
         for one in raw
     )
 
