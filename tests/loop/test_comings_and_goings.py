@@ -3,6 +3,7 @@
 - Every completion of every group comes once and whole, continued token by token wherever it went.
 - No group goes to an engine that leaves or has left, or that serves an older version than was live at its admission.
 - The live version is never older than what was published `lag` seconds ago, whichever engine has not loaded it.
+- An engine that has died comes back, though versions are published faster than any engine loads them.
 - Departures do not count against a group: none fails of them.
 - What engines have generated stays counted when they have left, and is never less than before.
 
@@ -242,6 +243,25 @@ async def begun(story: Story, engines: int = 1) -> AsyncIterator[None]:
     await story.pool.until_up(60)
     yield
     supervising.cancel()
+
+
+@in_story(kills=True)
+async def test_an_engine_comes_back_though_all_load_more_slowly_than_the_trainer_publishes(story: Story) -> None:
+    async with begun(story, engines=2):
+        loading = asyncio.create_task(story.pool.keep_loaded())
+        for machine in story.machines.values():
+            machine.pull_seconds = 15.0
+        lost = story.pool._engines["engine-0"]
+        served = set[int | None]()
+        for second in range(200):
+            if second == 40:
+                lost.process.kill()
+            if story.pool.published < story.pool.live + 2:  # as far as the bound lets a trainer go
+                story.pool.publish(story.pool.published + 1)
+            await asyncio.sleep(1.0)
+            served |= {lost.version} if second > 40 and lost.takes else set()
+        loading.cancel()
+    assert len(served) > 4
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 8))])

@@ -157,8 +157,8 @@ class EngineHandle:
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
     async def start(self, publication_seconds: float = 0.0, say: Callable[[str], None] = lambda text: None) -> None:
-        """Start the engine's process; returns when it serves the newest published version. After an error the process
-        may still run.
+        """Start the engine's process; returns when it serves the newest published version, or one that is no older
+        than the live one. After an error the process may still run.
 
         `publication_seconds`: how long to wait for the first publication, in addition to `deadlines.start`. `say`: gets
         a log line if the engine loads versions more slowly than they are published.
@@ -175,7 +175,7 @@ class EngineHandle:
         async with standstill("conductor", f"{self.name} to be ready", seconds, moved):
             version = await self._newest(say)
         self._becomes(EngineState.UP, version)
-        self.publications.look_again()  # a version may have been published meanwhile
+        self.publish(self.publications.newest)  # it may lack versions that were published meanwhile
 
     def suspect(self) -> None:
         """Mark the engine as suspected if it is UP, after a request broke off; in other states nothing changes. It gets
@@ -324,9 +324,9 @@ class EngineHandle:
 
     async def _newest(self, say: Callable[[str], None]) -> int:
         """Make a started engine load the newest published version, or keep its own if that is newer; returns the
-        version. An older one must not be served: no version before the live one may sample a new group. An engine that
-        cannot be reached is tried again as long as its process runs; the caller sets the deadline. Raises RoleDied,
-        UnprovenWeights and WireError as `start`."""
+        version, which is the newest or no older than the live one: no version before that may sample a new group. An
+        engine that cannot be reached is tried again as long as its process runs. Raises as `start`, without a deadline
+        of its own."""
         loads = 0
         while True:
             if not self.process.running:
@@ -345,7 +345,7 @@ class EngineHandle:
                 if self.publications.newest == wanted:
                     raise
                 continue  # the mailbox holds a newer version by now
-            if version >= self.publications.newest:
+            if self.publications.suffices(version):
                 return version
             loads += 1
             if loads == _OVERTAKEN:

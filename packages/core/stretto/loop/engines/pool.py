@@ -79,6 +79,8 @@ class EnginePool:
         self.proving.distrust = self._distrust
         begin = partial(EngineHandle.on_this_machine, proving=self.proving, load_interval=load_interval)
         self._engines = {spec.name: begin(spec, logs, deadlines, role, spawner, self.changed) for spec in specs}
+        for engine in self._engines.values():
+            engine.publications.live = lambda: self.live
         self._own = frozenset(self._engines)
         self._left: dict[str, EngineHandle] = {}  # engines that have left, kept for their counters
         self._counted: dict[str, int] = {}  # version of each engine that counts for `live`
@@ -180,7 +182,7 @@ class EnginePool:
     def join(self, engine: EngineHandle) -> None:
         """Add a guest engine, and return at once. Background tasks start it, keep it at the newest version while
         `keep_loaded` runs, and replace its process when it dies, until it leaves."""
-        engine.publications.newest = self.published
+        engine.publications.newest, engine.publications.live = self.published, lambda: self.live
         self._engines[engine.name] = engine
         self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))
 

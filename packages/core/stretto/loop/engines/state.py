@@ -38,12 +38,14 @@ class Publications:
     """Published versions of the weights, as one engine follows them.
 
     Attributes:
-        newest: newest version in the mailbox, where the trainer publishes (-1: none); the engine loads it soon.
+        newest: newest version in the mailbox (-1: none); the engine loads it as soon as it can.
+        live: returns the oldest version that an engine of the pool serves; -1 if none serves one.
     """
 
     def __init__(self, interval: float) -> None:
         """Begin without a published version. `interval`: least seconds between two loads (`engine.load_interval`)."""
         self.newest = -1
+        self.live: Callable[[], int] = lambda: -1
         self._interval = interval
         self._missing = deque[tuple[int, float]]()  # (version to load, time of its publication)
         self._loaded = -math.inf  # time of the last load
@@ -57,6 +59,12 @@ class Publications:
         if served is not None and served < version:
             self._missing.append((version, asyncio.get_running_loop().time()))
         self._news.set()
+
+    def suffices(self, version: int) -> bool:
+        """Whether an engine that starts may serve `version`: it is the newest, or no older than the live one. Engines
+        that all load more slowly than the trainer publishes would otherwise never come back."""
+        live = self.live()
+        return version >= (self.newest if live < 0 else live)
 
     def look_again(self) -> None:
         """Let `news` return: a version may have been published while the engine could load none."""
