@@ -25,10 +25,9 @@ _TURN = (  # words that end the scope of a denial
 )
 #: Words of languages with Latin letters; those that mean something else in English stand with a verb.
 _FOREIGN = (
-    r"non|pas|jamais|nicht|kein(?:e[nrms]?)?|keinesfalls|keineswegs|niemals|no (?:es|son|era|fue|ser[íi]a?"
-    r"|puede ser|vale)"
-    r"|nunca|tampoco|não|niet|geen|nooit|inte|aldrig|ikke|aldri|nie|není|nejsou|nikdy|nu (?:este|e|sunt)|nem|ei ole"
-    r"|bukan(?:lah)?|tidak|không"
+    r"non|pas|jamais|nicht|kein(?:e[nrms]?)?|keinesfalls|keineswegs|niemals|no (?:es|son|era|fue|ser[íi]a?|puede ser"
+    r"|vale)|nunca|tampoco|não|niet|geen|nooit|inte|aldrig|ikke|aldri|nie|není|nejsou|nikdy|nu (?:este|e|sunt)|nem"
+    r"|ei ole|bukan(?:lah)?|tidak|không"
 )
 _ATTRIBUTED = (  # one may think that the answer is 42; "we may conclude" is no guess
     r"(?:may|might|could) (?:think|guess|expect|believe)\b|(?<!\bwe )(?:may|might|could) (?:say|conclude|answer)\b"
@@ -59,14 +58,12 @@ _LABELLED = re.compile(  # "This is not the final answer: 42"
     r"|n't)\b[^.,;:\n!?0-9$]{0,30}\banswer\b[^.,;:\n!?0-9$]{0,10}[:：]\s*[$(*]{0,3}$"
 )
 _BESIDE = re.compile(  # the answer is another number, described by this one
-    r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer|shorter) than"
-    r"(?: or equal to)?|exceed(?:s|ing)?|as [a-z]+ as"
-    r"|(?:(?:reject|avoid|discard|eliminate|exclude)(?:s|e?d)?|rul(?:e|ed|es|ing) out)"
-    r"(?: (?:the )?(?:answer|value|option|choice|solution|root))?"
-    r"|without|exclud(?:e[sd]?|ing)|differ(?:s|ent)? from|unequal to|menos|moins|минус"
-    r"|below|above|over|under|short of|beyond|close to|nearly|almost"
-    r"|twice|double|triple|half(?: of)?|thrice|divisible by"
-    r"|(?:square|cube|square root|cube root|root|sqrt|opposite|reciprocal|negative|inverse|double|half|multiple"
+    r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer"
+    r"|shorter) than(?: or equal to)?|exceed(?:s|ing)?|as [a-z]+ as|(?:(?:reject|avoid|discard|eliminate|exclude)(?:s"
+    r"|e?d)?|rul(?:e|ed|es|ing) out)(?: (?:the )?(?:answer|value|option|choice|solution|root))?|without|exclud(?:e[sd]?"
+    r"|ing)|differ(?:s|ent)? from|unequal to|menos|moins|минус|below|above|over|under|short of|beyond|close to|nearly"
+    r"|almost|twice|double|triple|half(?: of)?|thrice|divisible by|(?:square|cube|square root|cube root|root|sqrt"
+    r"|opposite|reciprocal|negative|inverse|double|half|multiple"
     r"|log|logarithm|ln|sine?|cosine|tangent|factorial|floor|ceiling|derivative|integral|absolute value"
     r"|third|quarter|fifth|tenth|digits?|divisors?|factors?|power|the remainder) of)\s*[$(*{\\]{0,3}\s*$"
 )
@@ -94,12 +91,10 @@ _ORDINAL = re.compile(r"[$*]{0,3}-?(?:st|nd|rd|th)\b(?:\s(?:one|place))?[\s.!,;]
 _CONTINUED = re.compile(rf"\s(?:and\s)?{NUMBER_WORD}", re.IGNORECASE)  # 5 thousand and one
 #: "42 no es …", "42 ist falsch", "42 değil"
 _DENIED_AFTER_ELSEWHERE = re.compile(
-    r"^[\s$.)}*\"”」]{0,3}\s*(?:(?:ist|es|est|é|è|är|er|je|jest|este|to|là|adalah)\s+(?:nicht|kein\w*|falsch|no"
-    r"|non|não|niet|inte|ikke|nie"
-    r"|fals[oaeă]?\b|incorrect\w*|faux|fausse|errad[oa]|errat[oa]|sbagliat[oa]|fel\b|forkert|feil|fout|onjuist"
-    r"|błędn\w*|špatn\w*"
-    r"|yanlış|salah|sai\b|greșit\w*)|(?:no|non|não|nu|nem|ei|n'est|is niet|není|nie jest|bukan|không)\s+(?:es|son"
-    r"|è|é|este|ole|pas|la|phải)\b|není\b|nem\b|değil|yanlış|bukan\b"
+    r"^[\s$.)}*\"”」]{0,3}\s*(?:(?:ist|es|est|é|è|är|er|je|jest|este|to|là|adalah)\s+(?:nicht|kein\w*|falsch|no|non|não"
+    r"|niet|inte|ikke|nie|fals[oaeă]?\b|incorrect\w*|faux|fausse|errad[oa]|errat[oa]|sbagliat[oa]|fel\b|forkert|feil"
+    r"|fout|onjuist|błędn\w*|špatn\w*|yanlış|salah|sai\b|greșit\w*)|(?:no|non|não|nu|nem|ei|n'est|is niet|není|nie jest"
+    r"|bukan|không)\s+(?:es|son|è|é|este|ole|pas|la|phải)\b|není\b|nem\b|değil|yanlış|bukan\b"
     r"|[—–-]?\s*(?:это\s+)?(?:не\b|неверн|неправильн|ошибочн|ні\b|невірн)|نیست|ليس|خطأ|غلط|नहीं|गलत|לא\b|שגוי"
     r"|(?:は|が)?\s*(?:では|じゃ|で)(?:ない|ありません|なく)|(?:は|が)\s*(?:間違|誤り|違|不正解)|とは?異なる|以外|(?:가|이|은|는)?\s*(?:아니|아닙|아님|아닌|틀[렸린])"
     r"|[是这這个個答案，,\s]{0,6}(?:不是|不对|不對|不正[确確]|不成立|不符|[错錯]|并不|並不|以外|除外|是不)|\s?(?:以[上下内內]|未満|未满|倍|的(?:一半|平方|立方|[^，。]{0,3}倍)))",

@@ -105,8 +105,7 @@ _BETWEEN = re.compile(
     r"|[.,;]?\s*(?:and,?\s)?(?:[Bb]y symmetry|[Ss]imilarly|[Ll]ikewise|[Aa]lso),?(?: also)?)\s*"
 )
 _SCALE = re.compile(r"\s*(?:\\?%|percent\b|\(?in (base [0-9]{1,2}|binary|octal|hexadecimal)\b\)?)")
-_NEAR = re.compile(r"\s*(?:≈|\\approx)\s*")
-_NEXT_LINE = re.compile(r"[.,;]?\s*\n\s*(?:[-*•]\s+|[0-9]{1,2}[.)]\s+)?")
+_NEAR, _NEXT_LINE = re.compile(r"\s*(?:≈|\\approx)\s*"), re.compile(r"[.,;]?\s*\n\s*(?P<item>[-*•]\s+)?")
 _ROOT = re.compile(r"\s*([a-zA-Z])(?:_?\{?[0-9]\}?)?\s*=(?:[^a-zA-Z\\=<>]|\\(?:[dt]?frac|sqrt|pi)(?![a-z]))+")
 _NUMBER = re.compile(
     r"(?<![0-9A-Za-z_^{\\.,])(?<![_^]\{[-−+])(?<![_^][-−+])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?(?:\\?\$|[€£¥])?"
@@ -463,11 +462,12 @@ def _apart(places: Iterable[Span], taken: Sequence[Span]) -> list[Span]:
 
 def _with_neighbours(text: str, spans: Sequence[Span]) -> list[Span]:
     """The last of the spans and those before it that "and", "or" or a comma joins to it, or that give a value to the
-    same name in the line before. `spans`, at least one, and the result are in the order from last to first."""
+    same name, or in a list, a line before. `spans`, at least one, and the result: from last to first."""
     joined = [spans[0]]
     for span in spans[1:]:
-        between, roots = text[span[1] : joined[-1][0]], [_ROOT.fullmatch(one[2]) for one in (span, joined[-1])]
-        is_root = _NEXT_LINE.fullmatch(between) is not None and roots[0] and roots[1] and roots[0][1] == roots[1][1]
+        between = text[span[1] : joined[-1][0]]
+        one, other, line = _ROOT.fullmatch(span[2]), _ROOT.fullmatch(joined[-1][2]), _NEXT_LINE.fullmatch(between)
+        is_root = one and other and line and (line["item"] or one[1] == other[1])
         if not is_root and _BETWEEN.fullmatch(between) is None:
             break
         joined.append(span)

@@ -53,8 +53,8 @@ _ALSO = re.compile(  # and 43; by symmetry, 43 works as well; a line "Unordered:
     r"|[$*}.\s]{0,20}\n\s{0,20}(?:or|and|also|otherwise|else|alternatively|instead|corrected|update|final|un[a-z]+|non-?[a-z]+"
     r"|case [0-9]|(?:if|for|when|with|without|including|excluding|assuming)(?: [a-z=0-9]+){1,6}"
     r"|(?:(?:[a-z]+ ){0,2}(?:answer|solution|root|result|option|choice)"
-    r"|(?:(?:the|other|correct|actual|true|new|final|grand) )?(?:total|value|sum|number|count|amount))s?(?: [0-9])?):)"
-    r"\s*\$?(-?[0-9][0-9./]*|\([^()\n]{1,20},[^()\n]{1,20}\))\$?"
+    r"|(?:(?:the|other|correct|actual|true|new|final|grand) )?(?:total|value|sum|number|count|amount))s?(?: [0-9])?):"
+    r"(?:\s*\$?[a-z] ?=)?)\s*\$?(-?[0-9][0-9./]*|\([^()\n]{1,20},[^()\n]{1,20}\))\$?"
     r"(?: (?:works|does|is)(?: (?:also|as well|too|one|a solution))*)?[.\s]*$",
     re.IGNORECASE,
 )

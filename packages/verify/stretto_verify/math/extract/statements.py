@@ -69,8 +69,7 @@ def weekday(text: str) -> str | None:
     >>> weekday("It falls on a Friday."), weekday("It is before Friday.")
     ('Friday', None)
     """
-    found = _ON_A_DAY.fullmatch(text)
-    return None if found is None or is_denying(text) else found[1]
+    return None if (found := _ON_A_DAY.fullmatch(text)) is None or is_denying(text) else found[1]
 
 
 def winner(text: str) -> str | None:
@@ -79,8 +78,7 @@ def winner(text: str) -> str | None:
     >>> winner("Alice wins"), winner("Bob has the fewest marbles."), winner("Neither wins")
     ('Alice', 'Bob', None)
     """
-    found = _WINNER.fullmatch(text)
-    return found[1] if found is not None and is_named(f"{found[1]} is") else None
+    return None if (found := _WINNER.fullmatch(text)) is None or not is_named(f"{found[1]} is") else found[1]
 
 
 def stance(text: str) -> str | None:
@@ -113,8 +111,7 @@ def concluded(text: str) -> str:
     ('Ann is taller', 'green', 'not green, not red')
     """
     bare = _CONCLUDED.sub("", text, count=1)
-    found = _CONTRASTED.fullmatch(bare)
-    return bare if found is None or is_denying(found[1]) else found[1]
+    return bare if (found := _CONTRASTED.fullmatch(bare)) is None or is_denying(found[1]) else found[1]
 
 
 def is_reply(text: str) -> bool:

@@ -113,7 +113,7 @@ def united(text: str) -> str:
     flat = re.sub(rf"\\frac\s*{_NESTED}\s*{_NESTED}", r"\1/(\2)", found["unit"])
     flat = re.sub(rf"\\text\s*{_NESTED}", r" \1 ", flat).replace(r"\Omega", "ohm ").replace("·", "*")
     unit = product(re.sub(r"\\mu\s*", "µ", flat))
-    return text if not unit or flat.strip() in _IN_PRODUCT else rf"{found['body']}\text{{ {unit}}}"
+    return text if not unit or unit in _IN_PRODUCT else rf"{found['body']}\text{{ {unit}}}"
 
 
 def amount(text: str) -> tuple[str, str] | None:
@@ -149,8 +149,7 @@ def without_unit(text: str) -> tuple[str, str]:
         return primed["body"], UNCLEAR + primed["marks"]
     if (found := _IN_TEXT.match(text)) is not None and not _DENIED.search(found["words"]):
         return found["body"].strip(), _unit(found["words"], found["power"])
-    found = _PLAIN.match(text)
-    if found is not None and _are_unit(found["words"], bool(found["space"])):
+    if (found := _PLAIN.match(text)) is not None and _are_unit(found["words"], bool(found["space"])):
         return found["body"].strip(), _unit(found["words"], found["power"])
     if (found := _PLAIN_PRODUCT.match(text) if " " in text else None) is not None and (unit := product(found["unit"])):
         return found["body"].strip(), unit
