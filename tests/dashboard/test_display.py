@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from stretto.core.canary import CANARY, CanaryRecord, Proof
 from stretto.core.events import SupervisedProgress
 from stretto.store.inspection import CanaryProof
 from stretto.store.selection import SELECTION, Bias, SelectionBias
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
-from stretto.store.totals import TOTALS, Totals
+from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto_report.dashboard.terminal.progress import (
     Display,
     LineDisplay,
@@ -221,6 +222,23 @@ def test_the_summary_says_what_was_learnt_and_what_it_took(finished_run: Path) -
     assert "selection bias  length +0.62, p = 3e-08" in text
     assert "selection bias  latency +0.71, p = 2e-09" in text
     assert "difficulty" not in text  # no sign of any
+
+
+def test_a_thousand_guests_that_came_and_went_leave_a_summary_that_can_be_read(tmp_path: Path) -> None:
+    names = [f"engine-{number}" for number in range(1_000)]
+    rows = [Membership(name, "native", "here", 1, step, step, "drained") for step, name in enumerate(names)]
+    proofs = tuple(Proof(name, "native float32", 1, 1e-6, 1e-5, 1e-7, True) for name in names)
+    with run_at(tmp_path / "run") as (_, ledger):
+        ledger.put(ENGINES, [Membership("engine-here", "native", "here", 9, 0), *rows])
+        ledger.put(CANARY, CanaryRecord(newest=proofs, worst=proofs))
+        ledger.put(TOTALS, Totals(max_staleness=None, generated_by=dict.fromkeys(names, 3)))
+    output = io.StringIO()
+    Console(file=output, width=100).print(summary_table(inspect_run(tmp_path / "run"), "a run"))
+    lines = output.getvalue().splitlines()
+    assert len(lines) < 60
+    assert any("992 engines  that have left before, 2,976 tokens" in line for line in lines)
+    assert sum("engine-here" in line for line in lines) == 1
+    assert sum("engine-999" in line for line in lines) == 2  # it left last: its row, its canary
 
 
 def test_the_json_is_one_object_and_nothing_else(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

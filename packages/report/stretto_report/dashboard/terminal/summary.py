@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from stretto_report.dashboard.prediction import PredictedRun, predicted_beside_m
 from stretto_report.dashboard.terminal.characters import cell, words
 from stretto_report.reading.inspection import inspect_run, role_times
 
-_BAR_WIDTH = 24
+_BAR_WIDTH, _LEFT = 24, 8
 _CHANGES = 3  # newest changes of bounds that are shown
 _SHOWN, _SHOWN_SHARE = 0.05, 0.005  # least seconds, and least share of the training, that are shown
 _EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -92,11 +92,15 @@ def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
 
 def summary_table(inspection: Inspection, title: str) -> Table:
     """Make the table of a run with one row for each value: state, accuracy and time, work, staleness, busy roles,
-    goodput, engines, weights and canary. Values that the run does not have are left out."""
+    goodput, engines, weights and canary. Values that the run does not have are left out. Of the engines that have left,
+    the last eight have rows of their own."""
     table = Table(title=words(title, "bold"), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim", justify="right")
     table.add_column()
-    engines, weights = _engines(inspection.engines), _weights(inspection.weights)
+    left = sorted((one for one in inspection.engines if one.left_step is not None), key=lambda one: one.left_step or 0)
+    hidden = {one.name for one in left[:-_LEFT]}
+    proofs = [one for one in inspection.canary_proofs if one.which != "newest" or one.engine not in hidden]
+    engines, weights = _engines(inspection.engines, hidden), _weights(inspection.weights)
     for section in (
         _state(inspection),
         _accuracy(inspection),
@@ -105,7 +109,7 @@ def summary_table(inspection: Inspection, title: str) -> Table:
         _in_flight(inspection),
         _busy(inspection.busy),
         _goodput(inspection),
-        (*engines, *weights, *canary_rows(inspection.canary_proofs)),
+        (*engines, *weights, *canary_rows(proofs)),
     ):
         for name, value in section:
             table.add_row(cell(name), cell(value))
@@ -212,8 +216,14 @@ def _goodput(inspection: Inspection) -> Rows:
             yield f"{time.role}", f"{time.working:.0%} of the training at work; {', '.join(parts)}"
 
 
-def _engines(engines: Iterable[EngineRecord]) -> Rows:
+def _engines(engines: Sequence[EngineRecord], hidden: Collection[str]) -> Rows:
+    """Yield one row for each engine, and one for all `hidden` ones."""
+    if hidden:
+        tokens = sum(engine.generated for engine in engines if engine.name in hidden)
+        yield f"{len(hidden):,} engines", f"that have left before, {tokens:,} tokens: each one is in `inspect --json`"
     for engine in engines:
+        if engine.name in hidden:
+            continue
         there = f"since step {engine.joined_step}"
         if engine.left_step is not None:
             there = f"steps {engine.joined_step} to {engine.left_step}: {engine.reason}"
