@@ -57,7 +57,7 @@ class Wire(Generic[Received]):
         one; a larger one raises WireError."""
         self._reader, self._writer, self._decoder = reader, writer, decoder
         self._unframer = Unframer(largest)
-        self._bodies: deque[bytes] = deque()
+        self._bodies: deque[memoryview] = deque()
         self._heard = self._piecemeal = False
 
     def send(self, message: msgspec.Struct) -> None:

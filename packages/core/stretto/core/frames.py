@@ -47,22 +47,22 @@ class Unframer:
     body.
 
     >>> unframer = Unframer()
-    >>> unframer.feed(b"\\x02\\x00\\x00"), unframer.feed(b"\\x00ok")
+    >>> unframer.feed(b"\\x02\\x00\\x00"), list(map(bytes, unframer.feed(b"\\x00ok")))
     ([], [b'ok'])
     """
 
     def __init__(self, largest: int = LARGEST_FRAME) -> None:
         self._rest, self._wanted, self._largest = bytearray(), 0, largest
 
-    def feed(self, data: bytes | bytearray) -> list[bytes]:
-        """Feed received bytes; returns the bodies of the frames that are now complete; an incomplete frame is kept for
-        the next call. Raises WireError if a frame is longer than allowed."""
+    def feed(self, data: bytes | bytearray) -> list[memoryview]:
+        """Feed received bytes; returns the bodies of the frames that are now complete, as views of the bytes; an
+        incomplete frame is kept for the next call. Raises WireError if a frame is longer than allowed."""
         if self._rest:
             self._rest += data
             if len(self._rest) < self._wanted:  # a large frame comes in many pieces
                 return []
             data, self._rest = self._rest, bytearray()
-        at, bodies, view = 0, [], memoryview(data)
+        at, bodies, view = 0, list[memoryview](), memoryview(data)
         self._wanted = LENGTH.size
         while len(data) - at >= LENGTH.size:
             (length,) = LENGTH.unpack_from(data, at)
@@ -72,9 +72,10 @@ class Unframer:
             if end > len(data):
                 self._wanted = end - at
                 break
-            bodies.append(bytes(view[at + LENGTH.size : end]))
+            bodies.append(view[at + LENGTH.size : end])
             at = end
-        self._rest += data[at:]
+        if at < len(data):
+            self._rest += view[at:]
         return bodies
 
 

@@ -45,7 +45,7 @@ class RoleEnd(Generic[Received]):
         self._socket = socket.socket(fileno=descriptor)
         self._decoder, self._largest = decoder, largest
         self._unframer = Unframer(LARGEST_BATCH)  # the conductor is trusted
-        self._bodies: deque[bytes] = deque()
+        self._bodies: deque[memoryview] = deque()
         self._sending = threading.Lock()
 
     def receive(self) -> Received | None:
@@ -93,7 +93,7 @@ class ConductorEnd(Generic[Received]):
         self._log = log
         self._decoder = decoder
         self._unframer = Unframer(largest)
-        self._bodies: deque[bytes] = deque()
+        self._bodies: deque[memoryview] = deque()
         self._near, self.far = socket.socketpair()
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -104,18 +105,18 @@ class HttpEngine:
         async with self._connections.one() as connection:
             connection.send("POST", "/generate", body)
             while True:
-                part = await self._part(connection, f"the next completion to {requested}")
+                parts = await self._parts(connection, f"the next completion to {requested}")
                 if connection.status != _OK:
                     async with deadline(self._owner, f"the end of a refusal of {requested}", self._health_seconds):
-                        raise refusal(self.name, connection.status, part + await connection.rest())
-                arrived, failure = self._completions(unframer.feed(part))
+                        raise refusal(self.name, connection.status, b"".join([*parts, await connection.rest()]))
+                arrived, failure = self._completions(chain.from_iterable(map(unframer.feed, parts)))
                 self._check_all(arrived, asked, had)
                 missing -= len(arrived)
                 for completion in arrived:
                     yield completion
                 if failure is not None:
                     raise failure
-                if not part:
+                if not parts:
                     break
         if missing:
             raise EngineLost(self.name, f"ended {requested} with {missing} completions missing")
@@ -127,15 +128,15 @@ class HttpEngine:
         completions that came together; `asked`: requests by id; `had`: (request, member) of those before, for a
         subclass to keep."""
 
-    async def _part(self, connection: Connection, awaited: str) -> bytes:
-        """The next bytes of a reply, empty at its end. A completion may take any time as long as the engine computes
-        tokens, for it or for others, since the length of each completion is limited. Raises DeadlineExceeded if it
-        computes none for `answer_seconds`; `awaited`: what the error names as overdue."""
+    async def _parts(self, connection: Connection, awaited: str) -> list[bytes]:
+        """The next bytes of a reply, none at its end. A completion may take any time as long as the engine computes
+        tokens, for it or for others, since the length of each completion is limited. `awaited`: what the error names
+        as overdue."""
         with suppress(DeadlineExceeded):  # most completions end before the engine's health must be asked for
             async with deadline(self._owner, awaited, self._answer_seconds / _LOOKS):
-                return await connection.read()
+                return await connection.parts()
         async with standstill(self._owner, awaited, self._answer_seconds, self._computed):
-            return await connection.read()
+            return await connection.parts()
 
     async def tokens(self, feed: str) -> AsyncIterator[Sampled]:
         """Open a feed of a native engine, by a name that no other has, and yield what steps sample for it; the first
@@ -252,7 +253,7 @@ class HttpEngine:
                 raise refusal(self.name, connection.status, reply)
             return reply
 
-    def _completions(self, bodies: Sequence[bytes]) -> tuple[list[Completion], WireError | EngineLost | None]:
+    def _completions(self, bodies: Iterable[memoryview]) -> tuple[list[Completion], WireError | EngineLost | None]:
         """Decode frames of /generate, up to the first that is no completion. Returns the completions, and the error to
         raise behind them: the one that the frame holds, or EngineLied if its checksum does not fit; None: none."""
         found = list[Completion]()
@@ -278,7 +279,7 @@ def _encoded(message: object) -> bytes:
         raise RefusedRequest("request", str(error), "numbers of 64 bits, and whole letters") from None
 
 
-def decoded(body: bytes, kind: type[Message]) -> Message:
+def decoded(body: bytes | memoryview, kind: type[Message]) -> Message:
     """Decode a MessagePack reply. Raises WireError if it is not of type `kind`."""
     try:
         return msgspec.msgpack.decode(body, type=kind)
@@ -286,8 +287,8 @@ def decoded(body: bytes, kind: type[Message]) -> Message:
         raise _unknown(body, error) from None
 
 
-def _unknown(body: bytes, error: Exception) -> WireError:
-    return WireError(f"a reply that no stretto engine sends: {body[:80]!r} ({error})")
+def _unknown(body: bytes | memoryview, error: Exception) -> WireError:
+    return WireError(f"a reply that no stretto engine sends: {bytes(body[:80])!r} ({error})")
 
 
 def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:

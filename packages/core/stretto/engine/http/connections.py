@@ -73,15 +73,20 @@ class Connection(asyncio.Protocol):
         self._transport.write(f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\n{headers}".encode() + body)
 
     async def read(self) -> bytes:
-        """Wait for the next part of the response's body; empty at its end. The caller sets the deadline. Raises
-        EngineLost if the connection breaks before the end, or the response is not HTTP."""
+        """Wait for the next part of the response's body; empty at its end. Otherwise as `parts`."""
+        parts = await self.parts()
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def parts(self) -> list[bytes]:
+        """Wait for the next parts of the response's body, in the pieces that have arrived; none at its end. The caller
+        sets the deadline. Raises EngineLost if the connection breaks before the end, or the response is not HTTP."""
         while not self._parts and not self.complete:
             if self._lost:
                 raise EngineLost(self._engine, "broke off in the middle of a reply")
             self._wake.clear()
             await self._wake.wait()  # the deadline is the caller's
         parts, self._parts = self._parts, []
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return parts
 
     async def rest(self, most: int = LARGEST_FRAME) -> bytes:
         """The remaining body of the response. Raises EngineLost if the connection breaks or the response is not HTTP,
