@@ -88,16 +88,16 @@ _ENCODER = msgspec.msgpack.Encoder()
 _MASKED = 5  # index of the column ``masked_tokens`` in the table ``steps``
 
 
-def encode_payload(trajectory: Trajectory) -> bytes:
+def encode_payload(trajectory: Trajectory) -> bytearray:
     """Encode the payload of a judged trajectory, with a checksum in front (for `decode_payload`). The checksum also
     covers outcome, reward, stop reason and number of interruptions, which are columns of the row."""
     verdict = trajectory.verdict
     columns = (verdict.outcome, verdict.reward, trajectory.stop_reason, trajectory.interrupted)
     body = _ENCODER.encode(Payload(trajectory.segments, trajectory.text, verdict.rewards, trajectory.session))
-    return seal(trajectory.id, columns, body) + body
+    return bytearray().join((seal(trajectory.id, columns, body), body))
 
 
-def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes) -> Payload:
+def decode_payload(id: str, columns: tuple[object, ...], sealed: bytes | bytearray) -> Payload:
     """Decode the payload of the trajectory `id`. `columns`: its outcome, reward, stop reason and interruptions, from
     its row. `sealed`: as from `encode_payload`.
 
@@ -125,6 +125,7 @@ _UPDATE_ROW = """
     UPDATE trajectories SET state = ?, reason = ?, trained_step = ?, verdict = ?, reward = ?, stop_reason = ?,
         tokens = ?, oldest_version = ?, newest_version = ?, interrupted = ?, seal = ? WHERE key = ?
 """
+_UPDATE_UNTRAINED = _UPDATE_ROW.replace(" trained_step = ?,", "")
 
 
 class LiveRow(msgspec.Struct, eq=False, gc=False):
@@ -166,15 +167,18 @@ class LiveRow(msgspec.Struct, eq=False, gc=False):
         """Values of the row in the column order of the table ``trajectories``, checksum included."""
         head = (self.key, self.group_key, self.member, str(self.state), self.reason, self.trained_step)
         columns = head + self._outcome
-        return (*columns, seal(*columns))
+        return (*columns, bytearray(seal(*columns)))
 
     def written(self) -> tuple[str, tuple[object, ...]]:
         """The statement that writes the row to the file, and its parameters; from now on `in_file` is True."""
         columns, before = self.columns(), self.in_file
         self.in_file = True
+        # Python's module looks for an adapter of each None and each bytes, a third of the time of a row: so bytearrays,
+        # and statements that pass no None.
+        if before and self.trained_step is None:
+            return _UPDATE_UNTRAINED, (*columns[3:5], *columns[6:], self.key)
         if before:
             return _UPDATE_ROW, (*columns[3:], self.key)
-        # Python's module looks for an adapter of each None and each bytes: rows just issued, which are many, pass one.
         issued = self.state is State.IN_FLIGHT and not self.finished
         return (_INSERT_ISSUED, (*columns[:3], columns[-1])) if issued else (_INSERT_ROW, columns)
 
