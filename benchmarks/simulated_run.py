@@ -46,6 +46,7 @@ from stretto.rollout.prompts import PromptStream
 from stretto.rollout.single_turn import SingleTurn
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.schema import page_for
 from stretto.store.run_folder import RunFolder
 from stretto.store.totals import ENGINES, Totals
 from stretto_app.extensions.machines import Cluster, identity_of
@@ -260,7 +261,8 @@ async def simulated_run(setting: Setting, path: Path) -> AsyncIterator[Simulated
     recipe, said = setting.recipe(), list[str]()
     with RunFolder.create(path) as folder, tempfile.TemporaryDirectory(prefix="stretto-simulated-") as scratch:
         folder.write("recipe.toml", to_toml(recipe))
-        ledger = Ledger(folder.ledger, recipe.store)
+        page = page_for(setting.batch * setting.group * setting.tokens)
+        ledger = Ledger(folder.ledger, recipe.store, page=page)
         pool = EnginePool([], folder.logs, recipe.deadlines, lag=recipe.cluster.lag, say=said.append)
         plan, endpoints = cast(Plan, _Plan(recipe)), Endpoints("simulated", Path(scratch), Path(scratch))
         cluster = Cluster(plan, folder, endpoints, pool, said.append, FRESH, identity_of(folder), next_tenure(None))

@@ -381,12 +381,22 @@ def test_a_file_with_a_header_and_no_table_becomes_a_ledger(path: Path) -> None:
         assert connection.execute("SELECT count(*) FROM trajectories").fetchall() == [(0,)]
 
 
-def test_a_ledger_with_smaller_pages_is_continued(path: Path, make: Make) -> None:
+def test_a_ledger_of_large_batches_has_large_pages(path: Path, make: Make) -> None:
+    with closing(Ledger(path, StoreConfig(), page=schema.page_for(1 << 22))) as ledger:
+        buffered(ledger, make.group("0.1.0", make.trajectory("0.1.0")))
+        ledger.commit_batch(make.batch(1, make.group("0.1.0", make.trajectory("0.1.0"))))
+        assert sql(path, "PRAGMA page_size") == [(65536,)]
+        schema.check_log(path)
+    assert [[group.id for group in batch.groups] for batch in read_batches(path, 0, 1)] == [["0.1.0"]]
+
+
+@pytest.mark.parametrize("page", [4096, schema.page_for(1 << 22)])
+def test_a_ledger_with_other_pages_is_continued(path: Path, make: Make, page: int) -> None:
     with ledger_at(path, flush_seconds=0) as ledger:
         assert sql(path, "PRAGMA page_size") == [(8192,)]
         buffered(ledger, make.group("0.1.0", make.trajectory("0.1.0")))
-    sql(path, "PRAGMA journal_mode = DELETE; PRAGMA page_size = 4096; VACUUM; PRAGMA journal_mode = WAL;")
+    sql(path, f"PRAGMA journal_mode = DELETE; PRAGMA page_size = {page}; VACUUM; PRAGMA journal_mode = WAL;")
     with ledger_at(path, flush_seconds=0) as ledger:
-        assert sql(path, "PRAGMA page_size") == [(4096,)]
+        assert sql(path, "PRAGMA page_size") == [(page,)]
         ledger.commit_batch(make.batch(1, make.group("0.1.0", make.trajectory("0.1.0"))))
     assert [[group.id for group in batch.groups] for batch in read_batches(path, 0, 1)] == [["0.1.0"]]

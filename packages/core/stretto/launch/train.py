@@ -40,6 +40,7 @@ from stretto.processes.stopping import until_cut_short
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.ending import ENDING, Ending, read_ending, record_end
 from stretto.store.ledger.ledger import Ledger, put_fact
+from stretto.store.ledger.schema import page_for
 from stretto.store.run_folder import RunFolder, library_versions, machine
 from stretto.store.series.metrics import EvaluationLine, StepMetrics, iterate_metrics
 from stretto.trainer.config import TrainerConfig
@@ -267,7 +268,9 @@ def _new(path: Path, plan: Plan) -> RunFolder:
 def _fill(folder: RunFolder, plan: Plan) -> None:
     """Write what a new run folder has from the start: recipe, ledger, questions, versions and machine."""
     folder.write("recipe.toml", to_toml(plan.recipe))
-    with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:  # from now on the run can be resumed
+    rollout = plan.recipe.rollout
+    page = page_for(rollout.batch_size * rollout.group_size * plan.sampling.max_tokens)
+    with closing(Ledger(folder.ledger, plan.recipe.store, page=page)) as ledger:  # from now on the run can be resumed
         ledger.put(_QUESTIONS, _fingerprints(plan)[0])
         ledger.put(_HELD_OUT, plan.kept_apart_digest)
         record_recipe(ledger, plan.recipe)

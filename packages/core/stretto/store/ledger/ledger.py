@@ -51,6 +51,7 @@ from stretto.store.ledger.schema import (
     FORGET_PROMPTS,
     FORGET_TRAINED,
     FORGET_UNTRAINED,
+    PAGE,
     UNSETTLED,
     log_of,
     open_for_writing,
@@ -98,9 +99,12 @@ class Ledger:
             After a failed write every method raises: a run that cannot record its state must end.
     """
 
-    def __init__(self, path: Path, config: StoreConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, path: Path, config: StoreConfig, clock: Callable[[], float] = time.monotonic, page: int = PAGE
+    ) -> None:
+        """Open the ledger at `path`; a new one gets pages of `page` bytes (`schema.page_for`)."""
         self._path, self._config, self._clock = path, config, clock
-        self._connection = open_for_writing(path)
+        self._connection = open_for_writing(path, page)
         self._broken: StoreError | None = None
         self._pending: dict[str, list[tuple[Any, ...]]] = {}
         self._partials: list[tuple[str, tuple[Any, ...]]] = []  # pieces and calls, in the order of the events
