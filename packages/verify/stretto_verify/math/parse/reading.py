@@ -189,7 +189,8 @@ def _chosen(found: re.Match[str]) -> Node:
     letter, content = Words(found[1] or found[2] or found[3]), node(found[4])
     left = content.sides[:-1] if isinstance(content, Relation) else ()
     others = any(isinstance(part, Letter) or _is_choice(part) for part in _parts(content))
-    others |= _UNMARKED.match(found[0]) is not None and _is_choice(content)  # D B, unlike (D) B
+    is_worded = r"\text" in found[4] and not (isinstance(content, Scalar) and content.unit)
+    others |= _UNMARKED.match(found[0]) is not None and (is_worded or _is_choice(content))  # D B, D 5 blue
     if others or not all(map(_is_named, left)):
         return Listing("", "", (letter, content))
     return Letter(letter.text, content)
