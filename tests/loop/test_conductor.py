@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
-from itertools import accumulate
+from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import accumulate, count
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from stretto.core.errors import (
     TrainingDiverged,
 )
 from stretto.core.events import Span
-from stretto.core.records import Batch, Completion, GenerateRequest, Update
+from stretto.core.records import Batch, Completion, GenerateRequest, Update, Verdict
 from stretto.loop.evaluation import BestPolicy
 from stretto.loop.records.evaluation import Evaluation
 from stretto.rollout.controller import TooManyFailures
@@ -36,7 +36,7 @@ from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import read_metrics
 from stretto_report.reading.inspection import inspect_run
 from stretto_report.reading.series import read_spans
-from tests.loop.conducting import Stage, ToyFleet, ToyTrainer
+from tests.loop.conducting import OUTCOMES, Stage, ToyFleet, ToyTrainer
 from tests.store.make import ledger_at
 
 
@@ -256,6 +256,19 @@ def test_a_run_in_which_every_group_is_filtered_says_so(stage: Stage) -> None:
         "8 groups were filtered since the last batch (the filters of [rollout])",
         "16 groups were filtered since the last batch (the filters of [rollout])",
     ]
+
+
+def test_filters_that_refuse_most_groups_are_told_again_only_when_twice_as_many_were_refused(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = count(1)
+
+    async def rare(prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
+        return [OUTCOMES[min(next(groups) % 12, 1)], OUTCOMES[1]]  # one group of twelve has a right completion
+
+    monkeypatch.setattr("tests.loop.conducting.score", rare)
+    stage.play(filter="zero_variance")
+    assert [text.partition(" ")[0] for text in stage.said if "were filtered" in text] == ["8", "16"]
 
 
 def test_records_are_written_while_nothing_happens(stage: Stage, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:

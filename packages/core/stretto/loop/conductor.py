@@ -39,7 +39,7 @@ from stretto.rollout.single_turn import GroupWorkflow
 
 _POLL_SECONDS = 1.0
 _KEEP_SECONDS = 5.0  # timeout for collecting partial tokens; a late engine is asked again in the next round
-_SILENT_BATCHES = 4  # report when this many batches' worth of groups were filtered in a row
+_SILENT_BATCHES = 4  # report when this many batches' worth of groups were filtered in a row; later, twice the last
 
 Result = TypeVar("Result")
 
@@ -73,6 +73,7 @@ class Conductor:
         self._finished = asyncio.Event()
         self._stopping = asyncio.Event()
         self._conducting = False
+        self._report_at = _SILENT_BATCHES * self.controller.config.batch_size  # groups filtered since the last batch
         self._evaluated = False  # an evaluation was running at the last reading of the engines' pressure
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._announcing: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the newest version
@@ -153,19 +154,12 @@ class Conductor:
         except RefusedRequest as refusal:
             self.controller.fail(ticket, str(refusal))
         else:
-            before = self.controller.filtered
             self.controller.finish(ticket, trajectories)
             self.recorder.judged(ticket.draw.prompt, trajectories)
-            if (filtered := self.controller.filtered) > before:
-                self._report_filtered(filtered)
+            if self.controller.filtered >= self._report_at:
+                self._report_at *= 2  # of the whole run: else a filter that refuses most groups is told at each batch
+                self.recorder.filtered(self.controller.filtered)
         self._forget(ticket, trajectories)
-
-    def _report_filtered(self, groups: int) -> None:
-        """Log `groups`, the number filtered since the last batch, if it is 1, 2, 4, 8, ... times that of four
-        batches."""
-        times, rest = divmod(groups, _SILENT_BATCHES * self.controller.config.batch_size)
-        if not rest and times.bit_count() == 1:
-            self.recorder.filtered(groups)
 
     def _forget(self, ticket: Ticket, trajectories: Sequence[Trajectory] = ()) -> None:
         kept = sum(trajectory.sampled_length for trajectory in trajectories)
