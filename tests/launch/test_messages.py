@@ -199,4 +199,4 @@ def test_one_wrong_column_is_one_line_however_many_rows_have_it(tmp_path: Path, 
     told = str(refused.value).splitlines()
     assert len(told) == lines
     more = f"; and {rows - 1} more rows" if rows > 3 else ""
-    assert told[0] == f"{path}:1: no field 'prompt'; allowed: answer, question{more}"
+    assert told[0] == f"{path}:1: no field 'prompt'; the row has: answer, question{more}"

@@ -454,13 +454,13 @@ def naming(place: Path) -> Iterator[None]:
         raise
 
 
-def nearest(name: str, allowed: Iterable[str]) -> str:
-    """Text of the remedy for an unknown name: the most similar allowed name, or all allowed names if none is
-    similar."""
+def nearest(name: str, allowed: Iterable[str], others: str = "allowed") -> str:
+    """Text of the remedy for an unknown name: the most similar allowed name, or all allowed names, behind the word
+    `others`, if none is similar."""
     close = difflib.get_close_matches(name, names := sorted(allowed), n=1, cutoff=0.6)
     if close:
         return f"did you mean {close[0]!r}?"
-    return "allowed: " + ", ".join(names) if names else ""
+    return f"{others}: " + ", ".join(names) if names else ""
 
 
 def harmless(text: str, ascii_only: bool = False) -> str:

@@ -171,13 +171,14 @@ def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> l
     return read_lines(path, lambda line, number, place: read(object_of(line, place), number, place))
 
 
-def require(row: Mapping[str, Any], names: tuple[str, ...], place: str) -> None:
-    """Check that the row has all fields `names`; raises one DataError at `place` that names those missing."""
+def require(row: Mapping[str, Any], names: tuple[str, ...], place: str, others: str = "the row has") -> None:
+    """Check that the row has all fields `names`; raises one DataError at `place` that names those missing. `others`:
+    words before the fields of a row without a similar one."""
     if names and not row:
         raise mistake(place, f"no field {names[0]!r}", "the object is empty")
     if lacking := [name for name in names if name not in row]:
         found = " and ".join(f"no field {name!r}" for name in lacking)
-        raise mistake(place, found, " ".join(dict.fromkeys(nearest(name, row) for name in lacking)))
+        raise mistake(place, found, " ".join(dict.fromkeys(nearest(name, row, others) for name in lacking)))
 
 
 def note_id(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) -> None:

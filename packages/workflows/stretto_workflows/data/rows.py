@@ -65,7 +65,8 @@ def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) 
         if columns.id is not None:
             jsonl.note_id(row, columns.id, place, columns.seen)
     with mistakes:
-        jsonl.require(row, (columns.answer,) if columns.render is not None else (columns.prompt, columns.answer), place)
+        names = (columns.answer,) if columns.render is not None else (columns.prompt, columns.answer)
+        jsonl.require(row, names, place, "prompt_field and answer_field of the recipe name others; the row has")
     with mistakes:
         if columns.render is not None or columns.prompt in row:
             given = row[columns.prompt] if columns.render is None else columns.render(row, place)
