@@ -172,8 +172,11 @@ class EngineHandle:
         self._becomes(EngineState.STARTING, None)
         await self.process.start(self.spec, self.spec.threads)
         seconds, moved = self.deadlines.start + publication_seconds, self.client.moved
-        async with standstill("conductor", f"{self.name} to be ready", seconds, moved):
-            version = await self._newest(say)
+        while True:
+            async with standstill("conductor", f"{self.name} to be ready", seconds, moved):
+                version = await self._newest(say)
+            if self.publications.suffices(version):  # others may have loaded a newer one while the wait ended
+                break
         self._becomes(EngineState.UP, version)
         self.publish(self.publications.newest)  # it may lack versions that were published meanwhile
 
