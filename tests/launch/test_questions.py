@@ -114,7 +114,8 @@ def test_a_machine_without_descriptors_is_no_mistake_in_the_reward(
 ) -> None:
     monkeypatch.setattr("stretto.rewards.service.pool._ROOM_SECONDS", 0.1)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 4, hard))
+    taken = set(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, ([number for number in range(soft) if number not in taken][5], hard))
     try:
         with pytest.raises(RoleDied, match="rewards-0 cannot be started: Too many open files"):
             read()
