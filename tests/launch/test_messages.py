@@ -17,7 +17,9 @@ from stretto.core.errors import DataError, ModelFolderError, RecipeError, Reward
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
+from stretto.model.hf.folder import load_policy
 from stretto.model.hf.inspection import POINTS, inspect_model_folder
+from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.rewards.service.judging import load_reward
 from stretto.store.run_folder import RunFolder
 from stretto_app.extensions.preflight.notes import schedule_notes
@@ -128,9 +130,10 @@ def test_a_run_folder_in_place_of_a_model_or_a_recipe_is_told_what_it_holds(tmp_
         (tmp_path / "first" / "policy" / f"v{version:06d}").mkdir(parents=True)
     (tmp_path / "first" / "ledger.sqlite").touch()
     run = tmp_path / "first"
-    with pytest.raises(ModelFolderError) as refused:
-        inspect_model_folder(run)
-    assert str(refused.value) == f"{run}: is a run folder; its newest policy is {run}/policy/v1000000"
+    for load in (inspect_model_folder, load_tokenizer, load_policy):
+        with pytest.raises(ModelFolderError) as refused:
+            load(run)
+        assert str(refused.value) == f"{run}: is a run folder; its newest policy is {run}/policy/v1000000"
     with pytest.raises(RecipeError) as wrong:
         load_recipe(run)
     told = f"a recipe is a TOML file; `stretto train --resume {run}` continues this run"

@@ -34,10 +34,16 @@ from transformers.core_model_loading import (
 )
 from transformers.utils import logging
 
-from stretto.core.errors import ModelFolderError, Problem, RecipeError, folder_fault, naming
-from stretto.core.machine import sync
+from stretto.core.errors import ModelFolderError, Problem, RecipeError, naming
 from stretto.model.attention_support import check_attention
-from stretto.model.hf.inspection import ModelFolder, eos_token_ids, inspect_model_folder, weight_files, weights_dtype
+from stretto.model.hf.inspection import (
+    ModelFolder,
+    check_is_model_folder,
+    eos_token_ids,
+    inspect_model_folder,
+    weight_files,
+    weights_dtype,
+)
 from stretto.model.hf.layers import saved_buffers
 
 __all__ = [
@@ -129,8 +135,7 @@ def load_policy(
             does not support the model (`stretto.model.attention_support`).
         RecipeError: torch sees no such device.
     """
-    if found := folder_fault(Path(path)):
-        raise ModelFolderError([Problem(str(path), found, "a Hugging Face model folder is needed")])
+    check_is_model_folder(Path(path), str(path))
     loader: Any = AutoModelForCausalLM  # its annotation does not know output_loading_info
     with quiet_transformers():
         try:

@@ -133,12 +133,7 @@ def inspect_model_folder(path: Path | str, key: str = "") -> ModelFolder:
     token."""
     folder = Path(path)
     place = f"{key}: {folder}" if key else str(folder)
-    if found := folder_fault(folder):
-        remedy = f"a Hugging Face model folder is needed{_meant_by(folder)}"
-        raise ModelFolderError([Problem(place, found, remedy)])
-    policies = {int(path.name[1:]): path for path in (folder / "policy").glob("v*") if path.name[1:].isdecimal()}
-    if policies and not (folder / "config.json").exists():
-        raise ModelFolderError([Problem(place, "is a run folder", f"its newest policy is {policies[max(policies)]}")])
+    check_is_model_folder(folder, place)
     problems: list[Problem] = []
     shape = shape_of(folder, problems)
     tensors, size = _weights(folder, problems)
@@ -154,6 +149,17 @@ def inspect_model_folder(path: Path | str, key: str = "") -> ModelFolder:
         dtype=_dtype_of(tensors.values()),
         **shape,
     )
+
+
+def check_is_model_folder(folder: Path, place: str) -> None:
+    """Check that a folder is there and is no run folder; raises ModelFolderError at `place` with the folder that was
+    perhaps meant."""
+    if found := folder_fault(folder):
+        remedy = f"a Hugging Face model folder is needed{_meant_by(folder)}"
+        raise ModelFolderError([Problem(place, found, remedy)])
+    policies = {int(path.name[1:]): path for path in (folder / "policy").glob("v*") if path.name[1:].isdecimal()}
+    if policies and not (folder / "config.json").exists():
+        raise ModelFolderError([Problem(place, "is a run folder", f"its newest policy is {policies[max(policies)]}")])
 
 
 def _meant_by(folder: Path) -> str:

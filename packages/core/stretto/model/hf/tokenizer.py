@@ -11,7 +11,6 @@ contents, strip them, split them at ``</think>`` and write them as JSON.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from tokenizers import decoders
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from stretto.core.errors import DataError, ModelFolderError, Problem
-from stretto.model.hf.folder import eos_token_ids
+from stretto.model.hf.inspection import check_is_model_folder, eos_token_ids
 
 _MARK = "\U0010fffd"  # last character of the last private-use plane; if a content contains it, it is marked too
 _PLANE = 0xF0000
@@ -406,8 +405,7 @@ def load_tokenizer(
         ModelFolderError: the folder has no tokenizer that can be loaded, or one without a fast backend.
     """
     place = str(folder)
-    if not os.path.isdir(folder):
-        raise ModelFolderError([Problem(place, "no such folder", "a Hugging Face model folder is needed")])
+    check_is_model_folder(Path(folder), place)
     try:
         whole = AutoTokenizer.from_pretrained(place, local_files_only=True)
     except Exception as error:  # broken files may make transformers raise anything; the folder is to blame
