@@ -8,9 +8,11 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from stretto.core.errors import RecipeError
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.folder import inspect_model_folder
+from tests.tiny_policy import TINY
 
 SMALL = {"hidden_size": 16, "layers": 2, "heads": 2, "kv_heads": 1, "head_dim": 8, "intermediate_size": 24}
 
@@ -58,3 +60,9 @@ def test_equal_seeds_give_equal_weights_and_leave_torchs_own_randomness_alone(tm
 def test_a_shape_that_cannot_be_is_refused(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         BuildConfig.model_validate(wrong)
+
+
+def test_a_model_that_the_memory_has_no_room_for_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    large = TINY.model_copy(update={"hidden_size": 2**20, "intermediate_size": 2**20, "layers": 1})
+    with pytest.raises(RecipeError, match=r"^model\.build: a model of 12,\d+\.\d+ GiB in float32, and "):
+        build_policy(large, tmp_path / "model", seed=1)

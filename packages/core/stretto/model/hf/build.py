@@ -8,6 +8,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from stretto.core.errors import Problem, RecipeError
+from stretto.core.machine import available_memory
 from stretto.model.hf.config import EOS, PAD, BuildConfig
 from stretto.model.hf.folder import check_replaceable, quiet_transformers, whole_folder
 
@@ -15,7 +17,7 @@ from stretto.model.hf.folder import check_replaceable, quiet_transformers, whole
 def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
     """Write a new, randomly initialised policy and its tokenizer as a Hugging Face folder at `path`, replacing an older
     model there. Equal configs and seeds give equal bytes. Raises ModelFolderError if `path` is no folder, or holds
-    files that are no part of a model."""
+    files that are no part of a model; RecipeError if the memory has no room for the policy."""
     vocabulary = config.vocabulary
     architecture = AutoConfig.for_model(
         config.family,
@@ -34,6 +36,11 @@ def build_policy(config: BuildConfig, path: Path | str, seed: int) -> None:
         eos_token_id=vocabulary[EOS],
         pad_token_id=vocabulary[PAD],
     )
+    with torch.device("meta"):
+        size = sum(4 * one.numel() for one in AutoModelForCausalLM.from_config(architecture).parameters())
+    if size > (available := available_memory()):
+        found = f"a model of {size / 2**30:,.2f} GiB in float32, and {available / 2**30:,.2f} GiB are available"
+        raise RecipeError([Problem("model.build", found, "build a smaller one, or give model.path")])
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(architecture, dtype=torch.float32)
