@@ -78,9 +78,7 @@ def test_a_file_gets_a_line_now_and_then_and_the_last_of_each_phase() -> None:
         "warm start 10/300 0:12 left 5:48 | loss 0.3100",
         "warm start 300/300 0:12 left 0:00 | loss 0.2500",
     ]
-    assert lines[3] == (
-        "step 1/600 0:00 left 1:00 | held-out 41.5 % | reward .71 | len 31 | stale 1.5 | gen 100 % | train 90 %"
-    )
+    assert lines[3] == "step 1/600 0:00 | held-out 41.5 % | reward .71 | len 31 | stale 1.5 | gen 100 % | train 90 %"
     # 100 tokens trained and 150 generated in each tenth of a second
     assert lines[4:] == [
         "step 40/600 0:04 left 0:56 | held-out 41.5 % | reward .71 | len 31 | stale 1.5 | gen 1.5k t/s 100 % | "

@@ -82,7 +82,7 @@ def test_a_run_that_goes_back_is_shown_from_there(tmp_path: Path, capsys: pytest
     watch_in_terminal([run], rewind)
     os.close(held)
     *_, last, state = capsys.readouterr().out.splitlines()
-    assert last.startswith("step 1/3 0:09 left 0:18 | reward")  # without the held-out accuracy of before
+    assert last.startswith("step 1/3 0:09 | reward")  # without the held-out accuracy of before
     assert state == "first: running"
 
 

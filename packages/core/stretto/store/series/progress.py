@@ -104,9 +104,9 @@ def lesson_line(phase: str, step: int, steps: int, seconds: float, loss: float, 
 
 
 def seconds_left(step: int, steps: int, seconds: float) -> float | None:
-    """Estimate the seconds until the last step from the mean time per step; None before the first step, after the last
-    one, or if `steps` is 0 (not known)."""
-    return seconds / step * (steps - step) if 0 < step <= steps else None
+    """Estimate the seconds until the last step from the mean time per step; None before the second step (the first has
+    the loading and compiling), after the last one, or if `steps` is 0 (not known)."""
+    return seconds / step * (steps - step) if 1 < step <= steps else None
 
 
 def clock(seconds: float) -> str:

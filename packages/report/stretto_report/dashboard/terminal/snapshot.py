@@ -76,7 +76,7 @@ class Snapshot(Record, frozen=True):
 
     @property
     def remaining(self) -> float | None:
-        """Seconds until the last step at the pace so far. None before the first step, or if the number of steps is
+        """Seconds until the last step at the pace so far. None before the second step, or if the number of steps is
         unknown."""
         return seconds_left(self.step, self.steps, self.seconds)
 
