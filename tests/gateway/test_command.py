@@ -80,7 +80,9 @@ def test_a_turn_outlives_its_engine(model: Path, tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert turn.result(120).status_code == 200
         assert process.wait(60) == 0
-        assert "engine-0 was killed by SIGKILL" in process.said()[0]
+        said = process.said()[0]
+        assert "engine-0 was killed by SIGKILL" in said
+        assert "stopping: open requests (1) have 30 s to finish; a second signal ends it now" in said
 
 
 def test_the_turns_of_a_server_of_another_make_are_on_record_as_it_sampled_them(model: Path, tmp_path: Path) -> None:

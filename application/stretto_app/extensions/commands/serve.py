@@ -171,6 +171,7 @@ async def run_with_engines(
         # `stopped` handles signals, also while the engines start
         server = GracefulServer(app, work, patience=PATIENCE_SECONDS, signals=False)
         stopped.call(partial(server.handle_exit, signal.SIGTERM, None))
+        stopped.call(lambda: say(_waits(work.open_requests)) if work.open_requests else None)
         bound.listen()  # from here on connections wait instead of being refused
         say(told)
         await run_app(server, [bound], run)
@@ -181,6 +182,10 @@ async def run_with_engines(
         await engines.stop(_STOP_SECONDS)
         if not kept:
             shutil.rmtree(sockets, ignore_errors=True)
+
+
+def _waits(requests: int) -> str:
+    return f"stopping: open requests ({requests}) have {PATIENCE_SECONDS:.0f} s to finish; a second signal ends it now"
 
 
 def rule_of(
