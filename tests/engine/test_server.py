@@ -29,7 +29,7 @@ from stretto.core.errors import (
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.client import HttpEngine
-from stretto.engine.http.connections import Connections
+from stretto.engine.http.connections import Connection, Connections
 from stretto.engine.http.server import run_server, serve
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Feed, Generation
@@ -145,6 +145,24 @@ async def test_a_message_that_is_none_is_refused(folder: Path, tmp_path: Path) -
             assert msgspec.msgpack.decode(reply, type=Refusal).field == "body"
         assert (await exchange(connections, "GET", "/nowhere", b""))[0] == 404
         assert (await exchange(connections, "GET", "/generate", b""))[0] == 405
+        connections.close()
+
+
+async def test_connections_of_a_burst_are_closed_once_they_idle_beside_one_in_use(folder: Path, tmp_path: Path) -> None:
+    async with served(engine_of(folder), tmp_path / "e.sock"):
+        connections, opened = Connections("engine-0", f"unix:{tmp_path / 'e.sock'}", idle=0.2), set[Connection]()
+
+        async def ask(seconds: float = 0.0) -> None:
+            async with connections.one() as connection:
+                opened.add(connection)
+                connection.send("GET", "/health", b"")
+                await connection.rest()
+                await asyncio.sleep(seconds)
+
+        await asyncio.gather(*(ask() for _ in range(20)))
+        for _ in range(6):
+            await ask(0.05)
+        assert (len(opened), sum(one.is_reusable(60.0) for one in opened)) == (20, 1)
         connections.close()
 
 

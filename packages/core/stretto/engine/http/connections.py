@@ -10,6 +10,7 @@ import asyncio
 import errno
 import socket
 import ssl
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import cast
@@ -157,7 +158,7 @@ class Connections:
         self._path, self._host, self._port = split_address(address)
         self._named = address if self._path is None else "localhost"  # as an HTTP server knows itself
         self._longest = idle
-        self._idle: list[Connection] = []
+        self._idle = deque[Connection]()  # in the order of their last use
         self._used: set[Connection] = set()
 
     @asynccontextmanager
@@ -170,6 +171,8 @@ class Connections:
             DeadlineExceeded: the address does not reply at all.
             WireError: this process cannot open a connection, for instance because too many files are open.
         """
+        while self._idle and not self._idle[0].is_reusable(self._longest):  # those of a burst, idle for longest
+            self._idle.popleft().close()
         while self._idle and not self._idle[-1].is_reusable(self._longest):
             self._idle.pop().close()
         connection = self._idle.pop() if self._idle else await self._connect()
