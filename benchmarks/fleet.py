@@ -243,7 +243,9 @@ class _Connection(asyncio.Protocol):
             case b"/partials":
                 self._reply(engine.partials(_PARTIALS.decode(body).known))
             case b"/abort":
-                engine.close(msgspec.msgpack.decode(body, type=AbortRequest).request)
+                asked = msgspec.msgpack.decode(body, type=AbortRequest).request
+                assert isinstance(asked, str), "a pool aborts one request at a time"
+                engine.close(asked)
                 self._reply(engine.health())
             case b"/health":
                 self._reply(engine.health())

@@ -8,17 +8,31 @@ import signal
 from pathlib import Path
 
 import httpx
+import msgspec
 import pytest
+from starlette.types import Message
 
+from stretto.core.deadlines import open_waits
 from stretto.core.errors import EngineLost, RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.http.client import HttpEngine
+from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.tree import descendants
+from stretto_gateway.serve.app import ServeApp
 from tests.asynchronous import until
 from tests.engine.byte_policy import NAME
 from tests.engine.serving import until_up
-from tests.gateway.serve.serving import COMPLETIONS, Serving, asked, engine_of, remote_engine, serve_process
+from tests.gateway.serve.serving import (
+    COMPLETIONS,
+    Serving,
+    asked,
+    engine_of,
+    remote_engine,
+    running_engine,
+    serve_process,
+    served_model,
+)
 from tests.launch.running import wait_until
 
 
@@ -94,3 +108,46 @@ async def test_who_waits_for_an_engine_is_told_that_the_server_stops(byte_folder
         remote.break_off()
         with pytest.raises(EngineLost, match="is stopping"):
             await waiting
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_goes_while_it_waits_for_an_engine_is_let_go(byte_folder: Path, stream: bool) -> None:
+    told = [{"type": "http.request", "body": msgspec.json.encode(asked(stream=stream))}]
+
+    async def receive() -> Message:
+        return told.pop() if told else {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        raise AssertionError(message)
+
+    async with remote_engine(engine_of(byte_folder)) as (remote, _):  # nothing receives tokens
+        app = ServeApp(remote, served_model(load_tokenizer(byte_folder)), remote.pass_on)
+        scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": []}
+        async with asyncio.timeout(5):
+            await app(scope, receive, send)
+
+
+async def test_who_goes_before_its_requests_are_accepted_leaves_none_of_them_behind(byte_folder: Path) -> None:
+    engine, texts = engine_of(byte_folder), " | ".join(f'"{number}{"x" * 40}"' for number in range(500))
+    slow = Sampling(max_tokens=200, grammar=f"start: {texts}", stop_token_ids=(2,))
+
+    def compiles() -> bool:
+        return any("grammar" in wait.awaited for wait in open_waits())
+
+    async with running_engine(engine) as remote:
+        going = asyncio.create_task(remote.streaming([GenerateRequest("a", (97,), (1,), slow)]).__aenter__())
+        await until(compiles, 0)
+        await cancel_and_wait([going])
+        await until(lambda: not compiles(), 0)
+        await asyncio.sleep(0.05)
+        await until(lambda: engine.idle, 0.01)
+        assert engine.health().generated < 20
+
+
+async def test_who_goes_with_many_prompts_costs_the_server_few_descriptors(byte_folder: Path) -> None:
+    engine, many = engine_of(byte_folder), [endless(f"a/{number}") for number in range(500)]
+    async with running_engine(engine) as remote:
+        async with remote.streaming(many):
+            before = len(os.listdir("/proc/self/fd"))
+        assert len(os.listdir("/proc/self/fd")) < before + 10
+        assert engine.idle

@@ -101,9 +101,9 @@ class UpdateRequest(Record, frozen=True):
 
 
 class AbortRequest(Record, frozen=True):
-    """Order to abort the request with this id."""
+    """Order to abort the request with this id, or those with these ids."""
 
-    request: str
+    request: str | list[str]
 
 
 class SubmitRequest(Record, frozen=True):

@@ -14,8 +14,10 @@ import hmac
 import secrets
 import time
 import uuid
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from typing import TypeVar, cast
 
 import msgspec
 from msgspec import UNSET
@@ -36,7 +38,7 @@ from stretto_gateway.dialects.responses import ResponsesDialect
 from stretto_gateway.dialects.token_ids import TokenIdsDialect
 from stretto_gateway.model import ServedModel, characters_of
 from stretto_gateway.requests import PromptRequest, Request
-from stretto_gateway.serve.completing import Completing
+from stretto_gateway.serve.completing import Completing, Stream
 from stretto_gateway.serve.metrics import Counters
 from stretto_gateway.serve.remote import RemoteEngine
 from stretto_workflows.chat.messages import ChatRequest
@@ -45,6 +47,16 @@ _TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/partials",
 _MOST_COMPLETIONS = 4096
 _SEEDS = 2**64
 Tokens = tuple[int, ...]
+Result = TypeVar("Result")
+
+
+async def _within(
+    submitted: AbstractAsyncContextManager[Stream], work: Callable[[Stream], Awaitable[Result]]
+) -> Result:
+    """Await `work` with the stream of submitted requests. To submit them is part of it, since they may wait for an
+    engine: a client that goes ends this wait too."""
+    async with submitted as stream:
+        return await work(stream)
 
 
 class ServeApp(ChatServer):
@@ -120,12 +132,12 @@ class ServeApp(ChatServer):
         in_parts = isinstance(request, PromptRequest) or (request.stream and not request.tools)
         choices = dialect if in_parts and isinstance(dialect, ChoiceDialect) else None
         take = completing.take if request.stream and choices is not None else None
-        async with self._engine.streaming(requests, take) as stream:
-            if choices is None:
-                await self.send(cast(Dialect, dialect), call, completing.turns(stream))
-            else:
-                call.add_headers(choices.reply_headers(name))
-                await self.stream(call, completing.write(choices, call, stream))
+        submitted = self._engine.streaming(requests, take)
+        if choices is None:
+            await self.send(cast(Dialect, dialect), call, _within(submitted, completing.turns))
+        else:
+            call.add_headers(choices.reply_headers(name))
+            await self.stream(call, _within(submitted, partial(completing.write, choices, call)))
         if completing.last_token is not None:
             first = completing.first_token if request.stream else None
             self._counters.completed(completing.prompt_tokens, completing.sampled, first, completing.last_token)

@@ -20,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from stretto.core.engine import EngineHealth, NewToken, Progress
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, StrettoError
 from stretto.core.records import Completion, GenerateRequest
-from stretto.core.tasks import gather_or_cancel
+from stretto.core.tasks import to_the_end
 from stretto.engine.backend import ENDED
 from stretto.engine.http.client import HttpEngine, error_of
 from stretto.engine.http.connections import Connections
@@ -145,14 +145,15 @@ class RemoteEngine:
         stream = _TokenStream(sum(len(request.seeds) for request in requests), take)
         self._streams |= {request.id: stream for request in requests}
         try:
-            await self._client.submit(self._feed, requests, every_token=take is not None)
+            # To the end: the abort of a client that has gone must not overtake its requests.
+            await to_the_end(self._client.submit(self._feed, requests, every_token=take is not None))
             yield stream
         finally:
             for request in requests:
                 self._streams.pop(request.id, None)
             if stream.missing:
                 with suppress(EngineLost, DeadlineExceeded):  # a lost engine has aborted them already
-                    await gather_or_cancel(*(self._client.abort(request.id) for request in requests))
+                    await self._client.abort([request.id for request in requests])
 
     async def health(self) -> EngineHealth:
         """Version of the weights, length of the queue, and counters."""

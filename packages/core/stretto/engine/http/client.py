@@ -193,8 +193,9 @@ class HttpEngine:
                 return await self.health()
         return None
 
-    async def abort(self, request_id: str) -> None:
-        """Abort a request; its `generate`, if still open, ends with EngineLost. An unknown id is ignored."""
+    async def abort(self, request_id: str | list[str]) -> None:
+        """Abort a request or several; a `generate` of theirs that is open ends with EngineLost. Unknown ids are
+        ignored."""
         await self._exchange("/abort", AbortRequest(request=request_id), "an abort", self._health_seconds)
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:

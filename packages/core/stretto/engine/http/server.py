@@ -173,8 +173,10 @@ class EngineApp:
         return await self._backend.update(order.version, order.challenge)
 
     async def abort(self, body: bytes) -> EngineHealth:
-        """Abort a request, if it is open; replies with the engine's health."""
-        self._backend.close(_ABORT.decode(body).request)
+        """Abort a request or several, as far as they are open; replies with the engine's health."""
+        asked = _ABORT.decode(body).request
+        for request in [asked] if isinstance(asked, str) else asked:
+            self._backend.close(request)
         return await self._backend.health()
 
     async def partials(self, body: bytes) -> Partials:
