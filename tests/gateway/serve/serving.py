@@ -5,7 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,9 +120,9 @@ def serve_process(folder: Path, *arguments: str) -> Iterator[Serving]:
 
 
 @contextmanager
-def serve_cold(folder: Path, *arguments: str) -> Iterator[Serving]:
-    """The same, in an interpreter of its own."""
-    command = [sys.executable, "-m", "stretto_app.cli.main", "serve", str(folder), "--port", "0", *arguments]
+def serve_cold(folder: Path, *arguments: str, before: Sequence[str] = ()) -> Iterator[Serving]:
+    """The same, in an interpreter of its own: ``BEFORE python -m ...``."""
+    command = [*before, sys.executable, "-m", "stretto_app.cli.main", "serve", str(folder), "--port", "0", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     assert process.stdout is not None

@@ -5,6 +5,10 @@ is told so; a client that goes ends its own requests alone; nothing is left when
 import asyncio
 import os
 import signal
+import socket
+import subprocess
+import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
@@ -30,6 +34,7 @@ from tests.gateway.serve.serving import (
     engine_of,
     remote_engine,
     running_engine,
+    serve_cold,
     serve_process,
     served_model,
 )
@@ -151,3 +156,19 @@ async def test_who_goes_with_many_prompts_costs_the_server_few_descriptors(byte_
             before = len(os.listdir("/proc/self/fd"))
         assert len(os.listdir("/proc/self/fd")) < before + 10
         assert engine.idle
+
+
+def test_neither_a_reader_that_ends_nor_idle_clients_keep_a_server_from_replacing_its_engine(byte_folder: Path) -> None:
+    with serve_cold(byte_folder, before=("sh", "-c", 'ulimit -n 128; exec "$@"', "sh")) as running, ExitStack() as idle:
+        assert isinstance(running.process, subprocess.Popen)
+        assert running.process.stdout is not None
+        running.process.stdout.close()  # as in `stretto serve ... | head -2`
+        host, port = running.url.removeprefix("http://").rsplit(":", 1)
+        for _ in range(160):
+            idle.enter_context(socket.create_connection((host, int(port))))
+        time.sleep(1)  # accepted as far as there is room
+        os.kill(engine_process(running), signal.SIGKILL)
+        wait_until(lambda: httpx.get(running.url + "/health", trust_env=False).status_code == 200, "the next engine")
+        assert running.post(COMPLETIONS, asked(model=byte_folder.name)).status_code == 200
+        running.process.terminate()
+        assert running.process.wait(30) == 0

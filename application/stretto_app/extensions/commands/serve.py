@@ -27,6 +27,7 @@ from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.inspection import inspect_model_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes import event_loop
+from stretto.processes.heartbeat import survive_a_full_disk
 from stretto.processes.http.asgi import HostNames, is_loopback
 from stretto.processes.http.reach import bind, url_of
 from stretto.processes.spawn import FRESH, Spawner
@@ -174,6 +175,7 @@ async def run_with_engines(
         stopped.call(lambda: say(_waits(work.open_requests)) if work.open_requests else None)
         bound.listen()  # from here on connections wait instead of being refused
         say(told)
+        survive_a_full_disk()  # nor does a reader of our output that ends, such as `head`, end a server
         await run_app(server, [bound], run)
     except RoleDied:
         kept = logs is None  # the error names the log

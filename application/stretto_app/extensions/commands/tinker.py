@@ -65,8 +65,8 @@ def tinker(
     backend = LocalBackend(model, name or str(model.resolve()), recipe.engine, tokens, memory)
     names = HostNames(host, loopback=True) if not keys and is_loopback(bound) else None
     server = TinkerServer(backend, folder, frozenset(keys), names)
-    http = GracefulServer(server.app, server, patience=_PATIENCE_SECONDS)
     allow_many_connections()
+    http = GracefulServer(server.app, server, patience=_PATIENCE_SECONDS)
     bound.listen()  # from here on connections wait instead of being refused
     say_aloud(f"{backend.name}: {backend.architecture}, {backend.parameters:,} parameters, context {backend.context:,}")
     say_aloud(f"models in training: at most {backend.models_bytes / 2**30:.1f} GiB in memory (--models-gib)")

@@ -18,7 +18,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from stretto.core.engine import EngineHealth, NewToken, Progress
-from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, StrettoError
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, StrettoError, WireError
 from stretto.core.records import Completion, GenerateRequest
 from stretto.core.tasks import to_the_end
 from stretto.engine.backend import ENDED
@@ -146,14 +146,22 @@ class RemoteEngine:
         self._streams |= {request.id: stream for request in requests}
         try:
             # To the end: the abort of a client that has gone must not overtake its requests.
-            await to_the_end(self._client.submit(self._feed, requests, every_token=take is not None))
+            await to_the_end(self._submit(requests, every_token=take is not None))
             yield stream
         finally:
             for request in requests:
                 self._streams.pop(request.id, None)
             if stream.missing:
-                with suppress(EngineLost, DeadlineExceeded):  # a lost engine has aborted them already
+                with suppress(EngineLost, DeadlineExceeded, WireError):  # a lost engine has aborted them already
                     await self._client.abort([request.id for request in requests])
+
+    async def _submit(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> None:
+        try:
+            await self._client.submit(self._feed, requests, every_token=every_token)
+        except RefusedRequest:
+            raise
+        except WireError as error:  # this process has no descriptor free, say: the client may try again
+            raise EngineLost(self.name, f"cannot be asked: {error}") from None
 
     async def health(self) -> EngineHealth:
         """Version of the weights, length of the queue, and counters."""
@@ -161,11 +169,17 @@ class RemoteEngine:
 
     async def run(self) -> None:
         """Receive tokens until cancelled; then all requests in progress are ended. If the engine is lost, wait for its
-        successor."""
+        successor. Raises WireError if a message of an open feed cannot be decoded."""
         try:
             while True:
-                with suppress(EngineLost, DeadlineExceeded):
-                    await self._receive(uuid.uuid4().hex)
+                feed = uuid.uuid4().hex
+                try:
+                    await self._receive(feed)
+                except WireError:
+                    if self._feed == feed:
+                        raise  # else this process has no descriptor free: a client may go
+                except (EngineLost, DeadlineExceeded):
+                    pass  # a successor comes
                 await asyncio.sleep(_AGAIN_SECONDS)
         finally:
             self.break_off()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import time
 from collections.abc import Callable, Coroutine, Sequence
@@ -62,8 +63,9 @@ class GracefulServer(HttpServer):
         """`work`: the open requests of `app`. `patience`: seconds that they have to end after a signal. `signals`:
         whether it handles SIGINT and SIGTERM."""
         config = _config(app, _IDLE_SECONDS, None)
-        # Arbitrary clients: many may wait, and idle between two requests.
-        super().__init__(config, strangers=_BACKLOG, patience=_IDLE_SECONDS, signals=signals)
+        # Arbitrary clients: many may wait, and idle between two requests. Half of the descriptors are left for engines.
+        most = min(_BACKLOG, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        super().__init__(config, strangers=most, patience=_IDLE_SECONDS, signals=signals)
         self._work, self._patience = work, patience
         self._until: float | None = None
 
