@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -427,10 +429,12 @@ _COMMAND = typer.main.get_command(app)
 
 def _open_streams() -> None:
     """Open the standard streams that the caller has closed (``stretto ... <&-``) on the null device: Python has None in
-    their place."""
+    their place. Letters that the encoding of the terminal lacks are shown as escapes."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
+    if isinstance(sys.stdout, TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def main() -> None:

@@ -172,3 +172,8 @@ def test_neither_a_reader_that_ends_nor_idle_clients_keep_a_server_from_replacin
         assert running.post(COMPLETIONS, asked(model=byte_folder.name)).status_code == 200
         running.process.terminate()
         assert running.process.wait(30) == 0
+
+
+def test_a_name_that_the_terminal_cannot_show_is_shown_with_escapes(byte_folder: Path) -> None:
+    with serve_cold(byte_folder, "--name", "bär", before=("env", "PYTHONIOENCODING=ascii")) as running:
+        assert running.said[0].startswith("b\\xe4r: ")
