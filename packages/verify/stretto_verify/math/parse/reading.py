@@ -57,8 +57,9 @@ _OTHER_CHOICE = re.compile(
 )
 _SEPARATED = re.compile(r"[\s({]*(?:\\text\{\s*)?[,;]")  # continues a list
 _EQUATED = re.compile(  # sides of a choice's equation: AB, f(x), 2x+3y; no words, no other choice, no plain number
-    r"(?=(?:\\(?!text)[a-zA-Z]+|[^\\a-zA-Z])*[a-zA-Z])(?:\\(?!text)[a-zA-Z]+|(?<![a-zA-Z])[A-J](?=[A-Z(_])|(?<=[A-Z])[A-J]"
-    r"|(?<=[a-zA-Z]\()[A-J](?=\))|(?<![a-zA-Z])[a-zK-Z]{1,2}(?![a-z])"
+    r"(?=(?:\\(?:[dt]?frac|sqrt|q?quad|cdot|times|left|right)(?![a-z])|[^\\a-zA-Z])*+(?!\\text)[\\a-zA-Z])"
+    r"(?:\\(?!text)[a-zA-Z]+|(?<![a-zA-Z])[A-J](?=[A-Z(_])|(?<=[A-Z])[A-J]"
+    r"|(?<=[a-zA-Z]\()[A-J](?=\))|(?<![a-zA-Z])(?!is\b)[a-zK-Z]{1,2}(?![a-z])"
     r"(?!(?<=[a-z]{2})\.?\s+(?:[0-9a-zA-Z]|\\(?:math|sqrt|[dt]?frac|pi)))"  # vs 7
     r"|(?<=[A-Z])[K-Z]|[^\\a-zA-Z])+"
 )
