@@ -35,6 +35,7 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, naming
+from stretto.core.machine import sync
 from stretto.model.attention_support import check_attention
 from stretto.model.hf.inspection import (
     ModelFolder,
