@@ -50,12 +50,14 @@ async def gather_or_cancel(*coroutines: Coroutine[Any, Any, T]) -> list[T]:
 
 async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
     """Await `work` and return its result. If the caller is cancelled meanwhile, CancelledError is raised only after
-    `work` is done."""
+    `work` is done; an error of `work` is dropped then."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # looked at, or the event loop would print it
         raise
 
 
