@@ -17,13 +17,16 @@ import pytest
 from starlette.types import Message
 
 from stretto.core.deadlines import open_waits
-from stretto.core.errors import EngineLost, RefusedRequest
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
+from stretto.core.frames import frame
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.http.client import HttpEngine
+from stretto.engine.wire import Sampled
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.tree import descendants
 from stretto_gateway.serve.app import ServeApp
+from stretto_gateway.serve.remote import RemoteEngine
 from tests.asynchronous import until
 from tests.engine.byte_policy import NAME
 from tests.engine.serving import until_up
@@ -177,3 +180,27 @@ def test_neither_a_reader_that_ends_nor_idle_clients_keep_a_server_from_replacin
 def test_a_name_that_the_terminal_cannot_show_is_shown_with_escapes(byte_folder: Path) -> None:
     with serve_cold(byte_folder, "--name", "bär", before=("env", "PYTHONIOENCODING=ascii")) as running:
         assert running.said[0].startswith("b\\xe4r: ")
+
+
+async def test_an_engine_that_does_not_reply_in_time_is_suspected(tmp_path: Path) -> None:
+    head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+    opened = bytes(frame(Sampled([], [], [])))
+
+    async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if b"/tokens" in await reader.readline():
+            writer.write(head + b"%x\r\n%b\r\n" % (len(opened), opened))
+        await reader.read()
+        writer.close()
+
+    suspected = list[bool]()
+    async with await asyncio.start_unix_server(silent, tmp_path / "e.sock"):
+        remote = RemoteEngine("engine-0", f"unix:{tmp_path}/e.sock", 0.05, lambda: suspected.append(True))
+        receiving = asyncio.create_task(remote.run())
+        with pytest.raises(DeadlineExceeded, match="the acceptance of requests"):
+            async with remote.streaming([endless("a")]):
+                raise AssertionError("nothing was accepted")
+        assert len(suspected) == 2, "the request, and its abort"
+        with pytest.raises(DeadlineExceeded):
+            await remote.health()
+        assert len(suspected) == 3
+        await cancel_and_wait([receiving])

@@ -11,8 +11,9 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import TypeVar
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -28,6 +29,8 @@ from stretto.engine.wire import MSGPACK, Refusal, Sampled
 from stretto.processes.http.asgi import LARGEST_BODY, read_body, reply, unless_gone
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 #: Sends a new token to a client; returns False to get the token from the iterator later instead.
 Take = Callable[[NewToken], bool]
@@ -112,12 +115,16 @@ class RemoteEngine:
     successor at the same address.
     """
 
-    def __init__(self, name: str, address: str) -> None:
-        """`name`: of the engine, for errors. `address`: ``unix:/path/to.sock`` or ``host:port``."""
+    def __init__(
+        self, name: str, address: str, seconds: float = 120.0, suspect: Callable[[], None] = lambda: None
+    ) -> None:
+        """`name`: of the engine, for errors. `address`: ``unix:/path/to.sock`` or ``host:port``. `seconds`: longest
+        wait for a reply; the engine replies between two steps. `suspect`: called when a reply has not come in time."""
         self.name = name
         self.stopping = False  # open requests are finished, new ones refused
         self.opened = asyncio.Event()  # the engine takes requests; else it starts, or is being replaced
-        self._client, self._connections = HttpEngine(name, address), Connections(name, address)
+        self._client = HttpEngine(name, address, health_seconds=seconds)
+        self._connections, self._suspect = Connections(name, address), suspect
         self._streams = dict[str, _TokenStream]()
         self._passed = 0  # requests in progress that `pass_on` has passed on
         self._feed = ""  # name of the newest feed
@@ -153,11 +160,11 @@ class RemoteEngine:
                 self._streams.pop(request.id, None)
             if stream.missing:
                 with suppress(EngineLost, DeadlineExceeded, WireError):  # a lost engine has aborted them already
-                    await self._client.abort([request.id for request in requests])
+                    await self._in_time(self._client.abort([request.id for request in requests]))
 
     async def _submit(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> None:
         try:
-            await self._client.submit(self._feed, requests, every_token=every_token)
+            await self._in_time(self._client.submit(self._feed, requests, every_token=every_token))
         except RefusedRequest:
             raise
         except WireError as error:  # this process has no descriptor free, say: the client may try again
@@ -165,7 +172,14 @@ class RemoteEngine:
 
     async def health(self) -> EngineHealth:
         """Version of the weights, length of the queue, and counters."""
-        return await self._client.health()
+        return await self._in_time(self._client.health())
+
+    async def _in_time(self, reply: Awaitable[T]) -> T:
+        try:
+            return await reply
+        except DeadlineExceeded:
+            self._suspect()
+            raise
 
     async def run(self) -> None:
         """Receive tokens until cancelled; then all requests in progress are ended. If the engine is lost, wait for its

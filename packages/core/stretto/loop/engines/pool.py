@@ -109,6 +109,11 @@ class EnginePool:
         """Address of each engine by its name: where its process listens, or will."""
         return {name: engine.spec.address for name, engine in self._engines.items()}
 
+    def suspect(self, name: str) -> None:
+        """Suspect the engine with this name, which has not replied in time: if it stays silent, `supervise` replaces
+        it."""
+        self._engines[name].suspect()
+
     def has(self, name: str) -> bool:
         """Whether the engine with this name is in the pool, started or not."""
         return name in self._engines
