@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -204,3 +205,15 @@ async def test_an_engine_that_does_not_reply_in_time_is_suspected(tmp_path: Path
             await remote.health()
         assert len(suspected) == 3
         await cancel_and_wait([receiving])
+
+
+def test_a_second_signal_ends_a_server_at_once_whatever_is_open(byte_folder: Path) -> None:
+    many = GenerateRequest("a", (97, 98), tuple(range(4_000)), Sampling(max_tokens=200))
+    with serve_cold(byte_folder, "engine.slots=1") as running, ThreadPoolExecutor(1) as beside:
+        asking = beside.submit(running.post, "/generate", msgspec.msgpack.encode([many]))
+        time.sleep(1)  # it is open
+        for _ in range(2):
+            running.process.send_signal(signal.SIGTERM)
+            time.sleep(0.5)  # the same signal within 50 ms counts as one
+        assert running.process.wait(15) == 130
+        assert asking.exception(10) is not None, "its reply is broken off"

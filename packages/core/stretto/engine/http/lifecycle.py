@@ -73,9 +73,13 @@ class GracefulServer(HttpServer):
         """Handle SIGINT or SIGTERM: refuse new requests, and end when the open ones have ended; at the second signal,
         end at the next tick."""
         if self.should_exit:
-            self._until = 0.0
+            self.hurry()
         self.should_exit = True
         self._work.stopping = True
+
+    def hurry(self) -> None:
+        """Break open requests off at the next tick, once the server ends."""
+        self._until = 0.0
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second; returns True to end the server: after a signal, once open requests have
@@ -93,7 +97,7 @@ class GracefulServer(HttpServer):
 
 async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, run: Run) -> None:
     """Serve HTTP and `run` the engine's loop concurrently. When one of them ends, the other is ended too. If this call
-    is cancelled, both are ended. `sockets`: where to listen; None: as configured.
+    is cancelled, both are ended at once. `sockets`: where to listen; None: as configured.
 
     Raises:
         Exception: the error that ended the engine's loop, after open requests were ended; else the server's error.
@@ -103,6 +107,10 @@ async def run_app(server: HttpServer, sockets: Sequence[socket.socket] | None, r
     try:
         # Without a deadline: a healthy engine serves until it is told to end.
         await asyncio.wait((serving, steps), return_when=asyncio.FIRST_COMPLETED)
+    except asyncio.CancelledError:
+        if isinstance(server, GracefulServer):
+            server.hurry()
+        raise
     finally:
         server.should_exit = True
         steps.cancel()
