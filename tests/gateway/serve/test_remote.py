@@ -4,6 +4,7 @@ is told so; a client that goes ends its own requests alone; nothing is left when
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -160,6 +161,29 @@ async def test_who_goes_with_many_prompts_costs_the_server_few_descriptors(byte_
             before = len(os.listdir("/proc/self/fd"))
         assert len(os.listdir("/proc/self/fd")) < before + 10
         assert engine.idle
+
+
+async def test_without_a_free_descriptor_a_client_of_the_engines_interface_is_told_to_try_again(
+    byte_folder: Path,
+) -> None:
+    sent, told = list[Message](), [{"type": "http.request", "body": msgspec.msgpack.encode([endless("a")])}]
+
+    async def receive() -> Message:
+        return told.pop() if told else await asyncio.Event().wait()  # type: ignore[return-value]
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async with remote_engine(engine_of(byte_folder)) as (remote, _):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
+        try:
+            with pytest.raises(EngineLost, match=r"cannot be asked: .*Too many open files"):
+                await remote.health()
+            await remote.pass_on({"type": "http", "method": "POST", "path": "/generate", "headers": []}, receive, send)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert (sent[0]["status"], b"Too many open files" in sent[1]["body"]) == (503, True)
 
 
 def test_neither_a_reader_that_ends_nor_idle_clients_keep_a_server_from_replacing_its_engine(byte_folder: Path) -> None:

@@ -11,9 +11,8 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -29,8 +28,6 @@ from stretto.engine.wire import MSGPACK, Refusal, Sampled
 from stretto.processes.http.asgi import LARGEST_BODY, read_body, reply, unless_gone
 
 log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: Sends a new token to a client; returns False to get the token from the iterator later instead.
 Take = Callable[[NewToken], bool]
@@ -159,27 +156,29 @@ class RemoteEngine:
             for request in requests:
                 self._streams.pop(request.id, None)
             if stream.missing:
-                with suppress(EngineLost, DeadlineExceeded, WireError):  # a lost engine has aborted them already
-                    await self._in_time(self._client.abort([request.id for request in requests]))
+                with suppress(EngineLost, DeadlineExceeded), self._asking():  # a lost engine has aborted them already
+                    await self._client.abort([request.id for request in requests])
 
     async def _submit(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> None:
+        with self._asking():
+            await self._client.submit(self._feed, requests, every_token=every_token)
+
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
         try:
-            await self._in_time(self._client.submit(self._feed, requests, every_token=every_token))
+            yield
         except RefusedRequest:
+            raise
+        except DeadlineExceeded:
+            self._suspect()
             raise
         except WireError as error:  # this process has no descriptor free, say: the client may try again
             raise EngineLost(self.name, f"cannot be asked: {error}") from None
 
     async def health(self) -> EngineHealth:
-        """Version of the weights, length of the queue, and counters."""
-        return await self._in_time(self._client.health())
-
-    async def _in_time(self, reply: Awaitable[T]) -> T:
-        try:
-            return await reply
-        except DeadlineExceeded:
-            self._suspect()
-            raise
+        """Version of the weights, length of the queue, and counters. Raises EngineLost, DeadlineExceeded."""
+        with self._asking():
+            return await self._client.health()
 
     async def run(self) -> None:
         """Receive tokens until cancelled; then all requests in progress are ended. If the engine is lost, wait for its
@@ -250,7 +249,8 @@ class RemoteEngine:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                     part = await connection.read()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except EngineLost as lost:
+        except (EngineLost, DeadlineExceeded, WireError) as error:
+            lost = error if isinstance(error, EngineLost) else EngineLost(self.name, f"cannot be asked: {error}")
             if connection is None or not connection.status:  # else the server breaks off the reply that has begun
                 await _refuse(send, 503, lost)
 
