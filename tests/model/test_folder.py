@@ -325,12 +325,13 @@ def test_a_saved_policy_is_on_disk_before_it_has_its_name(
 
     def note(descriptor: int) -> None:
         fsync(descriptor)
-        synced[os.fstat(descriptor).st_ino] = (tmp_path / "saved").exists()
+        synced[os.fstat(descriptor).st_ino] = saved.exists()
 
+    saved = tmp_path / "new" / "too" / "saved"
     monkeypatch.setattr(os, "fsync", note)
-    save_policy(load_policy(folder), folder, tmp_path / "saved")
-    written = {path.stat().st_ino: False for path in (tmp_path / "saved", *(tmp_path / "saved").iterdir())}
-    assert synced == {**written, tmp_path.stat().st_ino: True}
+    save_policy(load_policy(folder), folder, saved)
+    written = {path.stat().st_ino: False for path in (saved, *saved.iterdir())}
+    assert synced == {**written, **{parent.stat().st_ino: True for parent in saved.parents[:3]}}
 
 
 def test_a_folder_that_cannot_take_its_place_leaves_the_old_one_there(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Self
 
 from stretto.core.errors import RefusedRequest
-from stretto.core.machine import sync
 from stretto.model.hf.folder import whole_folder
 from stretto.store.files import sweep
 
@@ -98,7 +97,6 @@ class Weights:
         """
         with whole_folder(folder) as partial:
             save(partial)
-        sync(folder.parent.parent)
         return size_of(folder)
 
     def drop(self, folder: Path) -> None:

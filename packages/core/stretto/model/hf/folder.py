@@ -269,6 +269,7 @@ def check_replaceable(path: Path, known: Iterable[str] = ()) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Context manager: yields a new temporary folder beside `path`. If the block ends without an error, it is synced to
     disk and replaces `path`; else it is removed. An OSError without a file name gets `path` as its file name."""
+    changed = [path.parent, *(folder.parent for folder in path.parents if not folder.exists())]
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     replaced = path.with_name(f".{path.name}.{os.getpid()}.replaced")
@@ -288,8 +289,9 @@ def whole_folder(path: Path) -> Iterator[Path]:
                 if replaced.exists():
                     replaced.rename(path)
                 raise
-        with suppress(PermissionError):  # a folder that one may write to, and not read
-            sync(path.parent)
+        for parent in changed:
+            with suppress(PermissionError):  # a folder that one may write to, and not read
+                sync(parent)
     finally:
         _remove(partial)
         _remove(replaced)
