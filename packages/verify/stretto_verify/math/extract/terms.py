@@ -31,7 +31,7 @@ _SAME_UNIT = re.compile(  # 2π units, or about 6.28 units
 )
 _RESTATED = re.compile(r"(?<=[0-9)}$π%*]),? (?:i\.e\.|that is|(?:or )?equivalently),? (?=[$\\]{0,2}-?[0-9]|\$\\)")
 _IN_BRACKETS = re.compile(r"(?<=[0-9}$%])\s\(or ([^()\n]{1,30})\)")
-_IN_PERCENT = re.compile(r"((?<![0-9])\.[0-9]+|/\s?[0-9]+|\}\{[0-9]+\}\}?\$?|\b0\.[0-9]+)\s\(([0-9.]+\\?%)\)")
+_IN_PERCENT = re.compile(r"((?<![0-9])\.[0-9]+|/\s?[0-9]+|\}\{[0-9]+\}\$?|\b0\.[0-9]+)\s\(([0-9.]+)\\?%\)")
 _HALF_OF_DAY = re.compile(  # 6:30 in the evening
     r"\b([0-9]{1,2}(?::[0-5][0-9]|(?= o'clock)))(?: o'clock)?(\s|\s?\\text\{\s*)in the (morning|afternoon|evening)\b"
 )
@@ -84,7 +84,7 @@ def unquoted(text: str) -> str:
     if any(words in text for words in ("i.e.", "that is", "equivalently", "(or ")):
         text = _IN_BRACKETS.sub(r" or \1", _RESTATED.sub(" or ", text))
     if "%)" in text:
-        text = _IN_PERCENT.sub(r"\1 or \2", text)
+        text = _IN_PERCENT.sub(r"\1 or \2%", text)
     if "in the " in text:
         text = _HALF_OF_DAY.sub(lambda found: f"{found[1]}{found[2]}{'AM' if found[3] == 'morning' else 'PM'}", text)
     if "one in " in text or "-in-" in text:
