@@ -6,8 +6,8 @@ that remains.
 
 Each client sends its next request as soon as its answer has ended (prompts of 32 tokens, 64 to 192 new ones, streamed
 token by token, so that answers begin and end at different times, as with independent clients). The engine alone does
-the same requests, equally many at a time, in this process; server and clients are two processes. Times are those that a
-client sees: to the first token of an answer, and between its tokens.
+the same requests, equally many at a time, in this process, that of the clients; the server is two more. Times are those
+that a client sees: to the first token of an answer, and between its tokens.
 """
 
 from __future__ import annotations
