@@ -5,6 +5,8 @@
 - --dry-run checks everything, starts nothing and writes no run folder.
 """
 
+import io
+import json
 import socket
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import pytest
 from stretto import __version__
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
+from stretto_app.cli.main import _open_streams
 from tests.launch.running import TINY, Ended, Laboratory, with_sections
 
 ROOT = Path(__file__).parents[2]
@@ -209,3 +212,10 @@ def test_serve_refuses_a_folder_or_an_address_that_cannot_be(door: Door, tmp_pat
         door("serve", folder, "--port", port).refused(f"--port: 127.0.0.1:{port}: Address already in use")
     for host in ("192.0.2.1", "no.such.host.invalid"):
         door("serve", folder, "--host", host).refused(f"--host: {host}: ", "give an address of this machine")
+
+
+def test_json_is_json_where_the_encoding_of_the_terminal_lacks_a_letter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written := io.BytesIO(), encoding="ascii"))
+    _open_streams()
+    print(json.dumps("bär 😀", ensure_ascii=False), flush=True)
+    assert json.loads(written.getvalue()) == "bär 😀"

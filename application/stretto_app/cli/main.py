@@ -6,6 +6,7 @@ import codecs
 import os
 import sys
 from io import TextIOWrapper
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -429,12 +430,18 @@ _COMMAND = typer.main.get_command(app)
 
 def _open_streams() -> None:
     """Open the standard streams that the caller has closed (``stretto ... <&-``) on the null device: Python has None in
-    their place. Letters that the encoding of the terminal lacks are shown as escapes."""
+    their place. Letters that the encoding of the terminal lacks are shown as JSON's escapes: what is JSON stays it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
     if isinstance(sys.stdout, TextIOWrapper) and codecs.lookup(sys.stdout.encoding).name != "utf-8":
-        sys.stdout.reconfigure(errors="backslashreplace")
+        codecs.register_error("json", _escaped)
+        sys.stdout.reconfigure(errors="json")
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    return dumps(error.object[error.start : error.end])[1:-1], error.end
 
 
 def main() -> None:

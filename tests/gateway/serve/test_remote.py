@@ -204,7 +204,7 @@ def test_neither_a_reader_that_ends_nor_idle_clients_keep_a_server_from_replacin
 
 def test_a_name_that_the_terminal_cannot_show_is_shown_with_escapes(byte_folder: Path) -> None:
     with serve_cold(byte_folder, "--name", "bär", before=("env", "PYTHONIOENCODING=ascii")) as running:
-        assert running.said[0].startswith("b\\xe4r: ")
+        assert running.said[0].startswith("b\\u00e4r: ")
 
 
 async def test_an_engine_that_does_not_reply_in_time_is_suspected(tmp_path: Path) -> None:
