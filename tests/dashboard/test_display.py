@@ -229,14 +229,15 @@ def test_a_thousand_guests_that_came_and_went_leave_a_summary_that_can_be_read(t
     with run_at(tmp_path / "run") as (_, ledger):
         ledger.put(ENGINES, [Membership("engine-here", "native", "here", 9, 0), *rows])
         ledger.put(CANARY, CanaryRecord(newest=proofs, worst=proofs))
-        ledger.put(TOTALS, Totals(max_staleness=None, generated_by=dict.fromkeys(names, 3)))
+        generated, busy = dict.fromkeys(names, 3), dict.fromkeys(names, 2.0)
+        ledger.put(TOTALS, Totals(max_staleness=None, rl_seconds=9.0, generated_by=generated, busy=busy))
     output = io.StringIO()
     Console(file=output, width=100).print(summary_table(inspect_run(tmp_path / "run"), "a run"))
     lines = output.getvalue().splitlines()
-    assert len(lines) < 60
+    assert len(lines) < 70
     assert any("992 engines  that have left before, 2,976 tokens" in line for line in lines)
     assert sum("engine-here" in line for line in lines) == 1
-    assert sum("engine-999" in line for line in lines) == 2  # it left last: its row, its canary
+    assert sum("engine-999" in line for line in lines) == 4  # it left last: its row, its canary, its time twice
 
 
 def test_the_json_is_one_object_and_nothing_else(finished_run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,8 +107,8 @@ def summary_table(inspection: Inspection, title: str) -> Table:
         _work(inspection),
         _staleness(inspection),
         _in_flight(inspection),
-        _busy(inspection.busy),
-        _goodput(inspection),
+        _busy(inspection.busy, hidden),
+        _goodput(inspection, hidden),
         (*engines, *weights, *canary_rows(proofs)),
     ):
         for name, value in section:
@@ -187,12 +187,13 @@ def _staleness(inspection: Inspection) -> Rows:
     )
 
 
-def _busy(busy: Mapping[str, float]) -> Rows:
+def _busy(busy: Mapping[str, float], hidden: Collection[str]) -> Rows:
     for role, fraction in busy.items():
-        yield f"{role} busy", Text.assemble((bar(fraction), "blue"), f" {fraction:.0%}")
+        if role not in hidden:
+            yield f"{role} busy", Text.assemble((bar(fraction), "blue"), f" {fraction:.0%}")
 
 
-def _goodput(inspection: Inspection) -> Rows:
+def _goodput(inspection: Inspection, hidden: Collection[str]) -> Rows:
     budget = inspection.goodput
     tokens = max(1, sum(one.tokens for one in budget.values()))
     for name, one in budget.items():
@@ -212,7 +213,7 @@ def _goodput(inspection: Inspection) -> Rows:
         waits = sorted(time.waiting.items(), key=lambda wait: -wait[1])
         parts = [f"{reason} {share:.0%}" for reason, share in waits if share >= _SHOWN_SHARE]
         parts += [f"{reason} {spell:,.1f} s" for reason, spell in time.outside.items() if spell >= _SHOWN]
-        if time.working is not None and parts:
+        if time.working is not None and parts and time.role not in hidden:
             yield f"{time.role}", f"{time.working:.0%} of the training at work; {', '.join(parts)}"
 
 
