@@ -156,15 +156,15 @@ class RemoteEngine:
             for request in requests:
                 self._streams.pop(request.id, None)
             if stream.missing:
-                with suppress(EngineLost, DeadlineExceeded), self._asking():  # a lost engine has aborted them already
+                with suppress(EngineLost, DeadlineExceeded), self._call():  # a lost engine has aborted them already
                     await self._client.abort([request.id for request in requests])
 
     async def _submit(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> None:
-        with self._asking():
+        with self._call():
             await self._client.submit(self._feed, requests, every_token=every_token)
 
     @contextmanager
-    def _asking(self) -> Iterator[None]:
+    def _call(self) -> Iterator[None]:
         try:
             yield
         except RefusedRequest:
@@ -177,7 +177,7 @@ class RemoteEngine:
 
     async def health(self) -> EngineHealth:
         """Version of the weights, length of the queue, and counters. Raises EngineLost, DeadlineExceeded."""
-        with self._asking():
+        with self._call():
             return await self._client.health()
 
     async def run(self) -> None:
