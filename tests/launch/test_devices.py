@@ -152,7 +152,7 @@ def test_gpus_of_several_sizes_are_assumed_hidden_and_judged_like_real_ones(
     assert usable_gpus(plan_for("engine.device=cpu", "trainer.device=cpu").recipe, dry=True) == ()
 
 
-def test_an_engine_alone_takes_the_gpu_with_the_most_room(plan_for: PlanFor) -> None:
+def test_an_engine_alone_takes_the_gpu_with_the_most_room(plan_for: PlanFor, tmp_path: Path) -> None:
     plan = plan_for()
     there = (
         Gpu("0", "H100", 80 * GIB, 20 * GIB),
@@ -164,12 +164,15 @@ def test_an_engine_alone_takes_the_gpu_with_the_most_room(plan_for: PlanFor) -> 
     assert seat is not None
     assert seat.ids == ("2",)
     assert seat.room == 1.0, "the driver's part of an idle GPU counts as free"
+    endpoints = Endpoints("m", tmp_path, tmp_path, seats=(seat,))
+    [spec] = engine_specs(plan.recipe.model_copy(update={"engine": config}), tmp_path, endpoints, published=False)
+    assert (spec.gpus, spec.share) == (("2",), 1.0)
     busy = seat_alone(config, plan.base, there[:1])
     assert busy is not None
     assert busy.room == 0.25, "as much as others leave"
     assert seat_alone(config.model_copy(update={"device": "cpu"}), plan.base, there) is None
     assert seat_alone(config, plan.base, ()) is None
-    with pytest.raises(RecipeError, match=r"GPU 0: engine: needs 90\.5 of 20\.0 GiB; largest: cache"):
+    with pytest.raises(RecipeError, match=r"GPU 0: engine-0: needs 90\.5 of 20\.0 GiB; largest: cache"):
         seat_alone(config.model_copy(update={"cache_gib": 90.0}), plan.base, there[:1])
 
 

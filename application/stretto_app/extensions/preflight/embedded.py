@@ -1,4 +1,4 @@
-"""The engine of a command that runs in the command's own process."""
+"""The engine of a command that has one alone, without a run."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ def seat_alone(config: EngineConfig, base: ModelFolder, there: Sequence[Gpu]) ->
     if config.device == "cpu" or not there:
         return None
     parts = {"weights of the engine": base.parameters * BYTES[config.dtype], "cache": config.cache_bytes}
-    return alone(Need("engine", parts), there)
+    return alone(Need("engine-0", parts), there)  # the name by which `seat_of_engine` finds it
