@@ -26,6 +26,7 @@ from stretto.core.tasks import cancel_and_wait
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.wire import Sampled
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.supervisor import RestartBudget
 from stretto.processes.tree import descendants
 from stretto_gateway.serve.app import ServeApp
 from stretto_gateway.serve.remote import RemoteEngine
@@ -161,6 +162,18 @@ async def test_who_goes_with_many_prompts_costs_the_server_few_descriptors(byte_
             before = len(os.listdir("/proc/self/fd"))
         assert len(os.listdir("/proc/self/fd")) < before + 10
         assert engine.idle
+
+
+async def test_an_engine_that_completes_requests_meanwhile_may_die_again_and_again(byte_folder: Path) -> None:
+    restarts, short = RestartBudget(1), Sampling(max_tokens=2)
+    async with remote_engine(engine_of(byte_folder)) as (_, address):
+        remote = RemoteEngine("engine-0", address, progressed=restarts.progressed)
+        receiving = asyncio.create_task(remote.run())
+        for death in range(3):
+            assert not restarts.exceeded_by_one_more(), "more often in a row than allowed"
+            async with remote.streaming([GenerateRequest(f"{death}", (97,), (1,), short)]) as stream:
+                assert [progress.segment.length async for new in stream for progress in new] == [2]
+        await cancel_and_wait([receiving])
 
 
 async def test_without_a_free_descriptor_a_client_of_the_engines_interface_is_told_to_try_again(

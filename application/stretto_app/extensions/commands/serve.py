@@ -118,7 +118,8 @@ def serve(
 
     def parts(engines: EnginePool) -> Parts:
         [(name, address)] = engines.addresses.items()
-        engine = RemoteEngine(name, address, recipe.deadlines.load, partial(engines.suspect, name))
+        watched = partial(engines.suspect, name), partial(engines.progressed, name)
+        engine = RemoteEngine(name, address, recipe.deadlines.load, *watched)
         app = ServeApp(engine, served, engine.pass_on, api_key=api_key or "", names=names)
         return app, engine, lambda: run_beside(engines.supervise(), engine.run())
 

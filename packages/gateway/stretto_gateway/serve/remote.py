@@ -113,15 +113,22 @@ class RemoteEngine:
     """
 
     def __init__(
-        self, name: str, address: str, seconds: float = 120.0, suspect: Callable[[], None] = lambda: None
+        self,
+        name: str,
+        address: str,
+        seconds: float = 120.0,
+        suspect: Callable[[], None] = lambda: None,
+        progressed: Callable[[], None] = lambda: None,
     ) -> None:
         """`name`: of the engine, for errors. `address`: ``unix:/path/to.sock`` or ``host:port``. `seconds`: longest
-        wait for a reply; the engine replies between two steps. `suspect`: called when a reply has not come in time."""
+        wait for a reply; the engine replies between two steps. `suspect`: called when a reply has not come in time.
+        `progressed`: called when completions have ended."""
         self.name = name
         self.stopping = False  # open requests are finished, new ones refused
         self.opened = asyncio.Event()  # the engine takes requests; else it starts, or is being replaced
         self._client = HttpEngine(name, address, health_seconds=seconds)
-        self._connections, self._suspect = Connections(name, address), suspect
+        self._connections = Connections(name, address)
+        self._suspect, self._progressed = suspect, progressed
         self._streams = dict[str, _TokenStream]()
         self._passed = 0  # requests in progress that `pass_on` has passed on
         self._feed = ""  # name of the newest feed
@@ -213,6 +220,8 @@ class RemoteEngine:
         for new in sampled.tokens:
             if (stream := streams.get(new.request)) is not None:
                 stream.progressed(new)
+        if sampled.ended:
+            self._progressed()
         for completion in sampled.ended:
             if (stream := streams.get(completion.request)) is not None:
                 stream.ended(completion)
@@ -249,6 +258,8 @@ class RemoteEngine:
                     await send({"type": "http.response.body", "body": part, "more_body": True})
                     part = await connection.read()
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
+            if scope["path"] == "/generate" and connection.status == 200:
+                self._progressed()
         except (EngineLost, DeadlineExceeded, WireError) as error:
             lost = error if isinstance(error, EngineLost) else EngineLost(self.name, f"cannot be asked: {error}")
             if connection is None or not connection.status:  # else the server breaks off the reply that has begun

@@ -114,6 +114,11 @@ class EnginePool:
         it."""
         self._engines[name].suspect()
 
+    def progressed(self, name: str) -> None:
+        """Note that the engine with this name has completed a request that this pool did not send: its deaths in a row
+        are counted anew."""
+        self._engines[name].restarts.progressed()
+
     def has(self, name: str) -> bool:
         """Whether the engine with this name is in the pool, started or not."""
         return name in self._engines
