@@ -2,6 +2,7 @@
 file that is damaged or missing says so; half a file is never read, and goes at a resume.
 """
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,17 @@ def test_the_oldest_steps_make_room(tmp_path: Path) -> None:
     for step in (2, 3, 4, 3):
         files.write(step, *ONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003.safetensors", "step-000004.safetensors"]
+
+
+def test_a_run_of_days_takes_no_memory_for_its_files(tmp_path: Path) -> None:
+    for step in range(3_000):
+        tokens_file(tmp_path, step).touch()
+    tracemalloc.start()
+    files = TokenFiles(tmp_path, 1.0)
+    files.write(3_000, *ONE)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 100 * 3_000, "a path has 500 bytes, and a trainer that is replaced held one for each step"
 
 
 def test_a_damaged_or_missing_file_says_so(tmp_path: Path) -> None:

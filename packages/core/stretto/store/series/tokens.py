@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import os
 import re
+from array import array
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntFlag
@@ -63,8 +65,9 @@ class TokenFiles:
 
     def __init__(self, folder: Path, most_gib: float) -> None:
         self._folder, self._most = folder, most_gib * GIB
-        self._bytes: dict[int, int] | None = None  # by step, ascending
-        self._total = 0
+        # Of the files, ascending by step. As numbers alone: a run of days has a hundred thousand of them.
+        self._steps, self._sizes = array("q"), array("q")
+        self._total = -1  # bytes; -1: the folder was not looked at yet
 
     def write(self, step: int, lengths: Mapping[str, int], tokens: SampledTokens) -> None:
         """Write the file of a step, completely or not at all, replacing an earlier one; then remove the oldest files,
@@ -77,10 +80,8 @@ class TokenFiles:
         Raises:
             OSError: the file cannot be written.
         """
-        if self._bytes is None:
-            self._folder.mkdir(exist_ok=True)
-            self._bytes = dict(sorted(_found(self._folder)))
-            self._total = sum(self._bytes.values())
+        if self._total < 0:
+            self._look()
         columns: dict[str, NDArray[Any]] = {
             name: np.ascontiguousarray(getattr(tokens, name), dtype=kind) for name, kind in _COLUMNS.items()
         }
@@ -94,12 +95,32 @@ class TokenFiles:
         except OSError:
             temporary.unlink(missing_ok=True)
             raise
-        self._total += len(data) - self._bytes.get(step, 0)
-        self._bytes[step] = len(data)
+        self._note(step, len(data))
         while self._total > self._most:
-            oldest = next(iter(self._bytes))
-            tokens_file(self._folder, oldest).unlink(missing_ok=True)
-            self._total -= self._bytes.pop(oldest)
+            tokens_file(self._folder, self._steps.pop(0)).unlink(missing_ok=True)
+            self._total -= self._sizes.pop(0)
+
+    def _look(self) -> None:
+        self._folder.mkdir(exist_ok=True)
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                if (name := _NAME.fullmatch(entry.name)) is not None:
+                    self._steps.append(int(name[1]))
+                    self._sizes.append(entry.stat().st_size)
+        order = np.argsort(self._steps)
+        self._steps, self._sizes = (array("q", np.asarray(one)[order].tobytes()) for one in (self._steps, self._sizes))
+        self._total = sum(self._sizes)
+
+    def _note(self, step: int, size: int) -> None:
+        """Note the size of a new file in bytes, or the new one of a step that is done again."""
+        place = bisect_left(self._steps, step)
+        if place < len(self._steps) and self._steps[place] == step:
+            self._total -= self._sizes[place]
+            self._sizes[place] = size
+        else:
+            self._steps.insert(place, step)
+            self._sizes.insert(place, size)
+        self._total += size
 
 
 def tokens_file(folder: Path, step: int) -> Path:
@@ -135,8 +156,3 @@ def _record(file: Any, id: str, start: int, end: int) -> SampledTokens:
     if {column.shape for column in columns.values()} != {(end - start,)}:
         raise ValueError(f"the columns of {id} have not {end - start} numbers")
     return SampledTokens(**columns)
-
-
-def _found(folder: Path) -> list[tuple[int, int]]:
-    named = [(_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
-    return [(int(name[1]), path.stat().st_size) for name, path in named if name is not None]
