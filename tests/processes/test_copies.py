@@ -54,7 +54,7 @@ def test_a_role_can_fork_others_from_a_copy_of_itself_which_end_with_it(tmp_path
 
 
 COMMAND = """
-import asyncio, os, sys
+import asyncio, os, sys, time
 from pathlib import Path
 from stretto_app.forking import role as fork_server_role
 from stretto.processes.spawn import Spawn
@@ -72,6 +72,9 @@ async def end(spec: str) -> int:
 with fork_server_role.fork_server(beside=sys.argv[2:] == ["beside"]) as spawner:
     print(asyncio.run(end('{"seconds":0.2,"code":7}' + " " * 999)), asyncio.run(end("no spec")))
     server = f"/proc/{spawner.pid}"
+    until = time.monotonic() + 10
+    while len(os.listdir(f"{server}/fd")) > 5 and time.monotonic() < until:
+        time.sleep(0.01)  # it tells how a role has ended before it closes its wire
     streams = [number for number in map(int, os.listdir(f"{server}/fd"))
                if os.readlink(f"{server}/fd/{number}") == os.devnull]
     print(os.getsid(spawner.pid) == spawner.pid, sorted(streams), len(os.listdir(f"{server}/fd")), before == os.environ)
