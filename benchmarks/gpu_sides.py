@@ -70,8 +70,8 @@ def _drawn(asked: Asked, rows: int, vocabulary: int, top_k: int, top_p: float) -
 
 
 def _lightest(logits: torch.Tensor, top_p: float) -> float:
-    """Largest share that the last token of a nucleus of a row of `logits` has in it; 0 if all tokens are kept. Rounding
-    decides whether this token is in the nucleus; without it all others have so many nats more."""
+    """Share of its nucleus that the least likely token in it has, the largest of all rows; 0 without top-p. Rounding
+    decides whether this token is kept, and by so many nats the log-probabilities of the others differ."""
     shares = logits.double().softmax(-1).sort(-1, descending=True).values
     last = (shares.cumsum(-1) < top_p).sum(-1, keepdim=True).clamp(max=shares.shape[-1] - 1)
     return float(shares.gather(-1, last).max()) / top_p if top_p < 1.0 else 0.0

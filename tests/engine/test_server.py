@@ -354,6 +354,9 @@ async def test_a_refused_submission_ends_its_own_requests_alone(folder: Path) ->
             generation.submit_to(feed, [endless("b"), endless("a")], every_token=True)
     assert generation.open_requests == 1, "the other caller's"
     assert (theirs.refused, theirs.open) == ([], set())
+    with pytest.raises(AttributeError):  # also if a bug is the cause
+        generation.submit_to(theirs, [endless("b"), None], every_token=True)  # type: ignore[list-item]
+    assert (generation.open_requests, theirs.open) == (1, set())
     generation.end(ours)
     assert generation.open_requests == 0
 

@@ -248,7 +248,8 @@ def test_a_second_signal_ends_a_server_at_once_whatever_is_open(byte_folder: Pat
     many = GenerateRequest("a", (97, 98), tuple(range(4_000)), Sampling(max_tokens=200))
     with serve_cold(byte_folder, "engine.slots=1") as running, ThreadPoolExecutor(1) as beside:
         asking = beside.submit(running.post, "/generate", msgspec.msgpack.encode([many]))
-        time.sleep(1)  # it is open
+        health = f"{running.url}/health"
+        wait_until(lambda: httpx.get(health, trust_env=False).json()["engine"]["running"] > 0, "the request is open")
         for _ in range(2):
             running.process.send_signal(signal.SIGTERM)
             time.sleep(0.5)  # the same signal within 50 ms counts as one

@@ -162,15 +162,12 @@ class Generation:
     def submit_to(self, feed: Feed, requests: Sequence[GenerateRequest], *, every_token: bool) -> None:
         """Submit requests that start in the same step; `feed` gets their completions. `every_token`: as in `submit`.
         Raises as `submit_all`."""
-        listeners = [_FeedListener(feed, request.id, len(request.seeds)) for request in requests]
-        try:
-            for request, listener in zip(requests, listeners, strict=True):
+        with ExitStack() as submitted:
+            for request in requests:
+                listener = _FeedListener(feed, request.id, len(request.seeds))
+                submitted.callback(self._take_back, feed, listener)
                 self.submit(request, listener, every_token=every_token)
-        except (RefusedRequest, EngineLost):
-            for listener in listeners:
-                listener.missing = 0  # the caller gets the error, and the feed does not
-                self._finish(feed, listener)
-            raise
+            submitted.pop_all()
 
     async def next(self, feed: Feed) -> Passed:
         """Wait until steps have sampled something for a feed, and return all of it since the last call; nothing once
@@ -190,6 +187,10 @@ class Generation:
         """Abort all requests of a feed."""
         for listener in [*feed.open]:
             self._finish(feed, listener)
+
+    def _take_back(self, feed: Feed, listener: _FeedListener) -> None:
+        listener.missing = 0  # the caller gets the error, and the feed does not
+        self._finish(feed, listener)
 
     def _finish(self, feed: Feed, listener: _FeedListener) -> None:
         feed.open.discard(listener)

@@ -126,7 +126,7 @@ class EnginePool:
     @property
     def live(self) -> int:
         """The oldest version that an engine serves; -1 if none serves one. Engines that are being replaced, lag or
-        leave do not count: they get no requests until they have loaded the newest version."""
+        leave do not count: they get no requests until they serve this version or a newer one."""
         return min(self._versions, default=-1)
 
     def changed(self, engine: EngineHandle) -> None:
