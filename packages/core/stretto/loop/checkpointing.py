@@ -49,8 +49,8 @@ class Checkpointing:
 
     async def after(self, update: Update) -> None:
         """Save what is due after the step of `update`, which is published and recorded. A checkpoint is due every
-        `checkpoint_every` steps, and after one that was lost. A policy is due with a checkpoint, or after every step if
-        `keep_versions` is "all".
+        `checkpoint_every` steps, and after one that was lost. A policy is due every `checkpoint_every` steps, or after
+        every step if `keep_versions` is "all".
 
         On return, the policy is saved, and the trainer can train on. The checkpoint may still be on its way to disk.
         Raises the error of an earlier checkpoint that failed, or of saving this policy.
@@ -104,9 +104,9 @@ class Checkpointing:
             await cancel_and_wait([self._saving])
 
     async def _begin_checkpoint(self) -> None:
-        """Wait for the checkpoint in progress, then start one of the newest step; returns when the trainer has copied
-        its state. Starts none if one of this step was started before and not lost. Raises StoreError if the folder of
-        checkpoints has vanished, or the error of either checkpoint."""
+        """Wait for the checkpoint in progress, then sync the ledger and start a checkpoint of the newest step; returns
+        when the trainer has copied its state. Starts none if one of this step was started before and not lost. Raises
+        StoreError if the folder of checkpoints has vanished, or the error of either checkpoint."""
         await self.end()
         step = self._controller.published
         if step == self._started_step:

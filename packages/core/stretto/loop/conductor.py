@@ -85,12 +85,13 @@ class Conductor:
         return self._stopping.is_set()
 
     def request_stop(self) -> None:
-        """Stop after the step in progress, or after ``deadlines.stop`` seconds, whichever is sooner."""
+        """Make `run` stop after the step in progress, or after ``deadlines.stop`` seconds, whichever is sooner. Returns
+        at once."""
         self._stopping.set()
         self._finished.set()
 
     async def run(self) -> None:
-        """Train until the last step, until `evaluation.enough`, or until a step has ended after `request_stop`.
+        """Train until the last step, until `evaluation.enough`, or until a stop is requested (`request_stop`).
 
         On return, the completions in flight are journaled and aborted. Raises the first failure of any loop.
         """

@@ -6,8 +6,8 @@ from pydantic import BaseModel, Field
 
 
 class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Deadlines in seconds for the events below, and restart budgets. When a wait exceeds its deadline, the run ends
-    with an error that names who waited, and for what."""
+    """Deadlines in seconds for the events below, and restart budgets. A wait that exceeds its deadline fails with an
+    error that names who waited, and for what; it ends the run, unless the role it waited for can be replaced."""
 
     start: float = Field(180.0, gt=0, description="a role to load its model and to be ready")
     warm_start: float = Field(3600.0, gt=0, description="the whole supervised warm start")

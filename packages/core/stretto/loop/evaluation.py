@@ -129,8 +129,8 @@ class BestPolicy:
     def measured(self, step: int, evaluation: Evaluation) -> None:
         """Count the evaluation that began at `step`. If it is the best so far by more than `least_gain`, write
         ``best.json`` and move the copy of its policy that `hold` made to ``policy/best``; otherwise delete the copy.
-        While ``policy/best`` exists, an evaluation without such a copy is never the best. Log once when `enough`
-        becomes true."""
+        An evaluation with a copy is the best if there is no ``policy/best`` yet; one without is never the best once
+        there is. Log once when `enough` becomes true."""
         before = self.enough
         better = self._follow(step, evaluation.version, evaluation.accuracy)
         if self.enough and not before:  # said once
@@ -139,8 +139,9 @@ class BestPolicy:
 
     def _show(self, found: Best, better: bool) -> None:
         """Write ``best.json`` and move the candidate (copied policy) of `found` to ``policy/best`` if `found` is the
-        best; else delete the candidate. `better`: better than all evaluations before. While ``policy/best`` exists,
-        `found` is compared with that one instead: the best of all may be an evaluation whose policy is gone."""
+        best; else delete the candidate. `better`: better than all evaluations before. If ``policy/best`` exists,
+        `found` is compared with that one instead, and must have a candidate: the best of all may be an evaluation whose
+        policy is gone. If it does not, a `found` with a candidate is always the best."""
         kept, shown = self._held == found.step, self._shown
         self._held = None
         if self.keeps and shown is not None and shown.policy is not None:
@@ -356,8 +357,8 @@ class PeriodicEvaluation:
         return (by_steps or waited) and (self._running is None or self._running.done())
 
     def after(self, update: Update) -> None:
-        """Start an evaluation in the background if one is due after this step. If the previous one failed, raises its
-        error instead."""
+        """Start an evaluation in the background if one is due after this step. If one is due and the previous one
+        failed, raises that error instead."""
         if self.due(update):
             self.check()
             self._begin(update.step)
@@ -434,7 +435,8 @@ class Evaluations:
         return any(one.due(update) for one in self._all)
 
     def after(self, update: Update) -> None:
-        """Start the evaluations that are due after this step, in the background; raises the error of an earlier one."""
+        """Start the evaluations that are due after this step, in the background. If the previous one of such a set
+        failed, raises that error instead."""
         for one in self._all:
             one.after(update)
 

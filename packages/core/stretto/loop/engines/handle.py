@@ -48,7 +48,8 @@ class EngineHandle:
         publications: published versions that the engine has yet to load.
         counters: its counters and time spans, over all of its processes.
         open: ids of the requests that the engine has now, or gets once it serves their version; the pool adds and
-            removes them.
+            removes them. given_up: those of them that the engine was asked to abort.
+        leaving: the engine leaves the run, or has left. lags: as `notice_lag` says.
     """
 
     spec: EngineSpec
@@ -266,7 +267,8 @@ class EngineHandle:
                     self.publications.look_again()  # a version may have been published meanwhile
 
     async def stop(self, grace: float) -> None:
-        """End the engine's process; returns when it is gone. `grace`: seconds between SIGTERM and SIGKILL."""
+        """Close the client and end the engine's process; returns when it is gone. `grace`: seconds between SIGTERM and
+        SIGKILL."""
         await self.counters.close()
         await self.client.close()
         await self.process.stop(grace)
@@ -278,9 +280,10 @@ class EngineHandle:
         self.publications.publish(version, self.version)
 
     async def keep_loaded(self) -> NoReturn:
-        """Load each newer published version, at most one in `load_interval` seconds; runs until it raises or is
-        cancelled. An engine that does not reply becomes suspected. Raises UnprovenWeights if two proofs in a row fail,
-        WireError for an unusable version, DeadlineExceeded if a load makes no progress."""
+        """Load newly published versions, always the newest, until this raises or is cancelled. While the engine has
+        requests, loads are `load_interval` seconds apart, unless a request waits for a version. An engine that does not
+        reply becomes suspected; one whose load is not proven is replaced. Raises UnprovenWeights if two loads in a row
+        are not proven, WireError for an unusable version, DeadlineExceeded if a load makes no progress."""
         while True:
             await self.publications.news(self.open)
             version = self.publications.newest
@@ -305,8 +308,8 @@ class EngineHandle:
                 self._becomes(self.state, version)
 
     def discard(self, doubt: UnprovenWeights) -> None:
-        """Kill the engine's process after a failed proof of its weights (`doubt`), so that it is replaced. If the proof
-        before failed too, raises `doubt` instead, and kills nothing."""
+        """Kill the engine's process after a load that was not proven (`doubt`), so that it is replaced. If the engine's
+        load before was not proven either, raises `doubt` instead, and kills nothing."""
         if self.proving.doubts(self.name):
             raise doubt
         self.end_for(doubt, final=False)

@@ -61,8 +61,9 @@ class Prefix:
 
 @dataclass
 class GroupInFlight:
-    """Progress of one group in flight, by member (index in the group). A turn of a session is a group with one
-    member."""
+    """Progress of one group in flight, by member (index in the group): completions that have `ended`, and `prefixes`,
+    the tokens that were journaled before a member ended. A turn of a session is a group with one member: segment `node`
+    of the trajectory with id `session`, to be sampled by version `least` or newer."""
 
     ended: dict[int, Completion] = field(default_factory=dict)
     prefixes: dict[int, Prefix] = field(default_factory=dict)  # journaled tokens of members that have not ended

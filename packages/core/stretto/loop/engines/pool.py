@@ -274,7 +274,7 @@ class EnginePool:
         Raises:
             EngineLost: the engine broke off; it is suspected from then on, unless it was asked to abort the requests.
             EngineLied: the engine's results are invalid and must not be kept; it is replaced.
-            EngineLeft: the engine has left the run.
+            EngineLeft: the engine has left the run, or stopped taking requests before these were sent.
             RefusedRequest: the engine refused the requests.
             DeadlineExceeded: no engine became free within `deadlines.answer`, or none was up for twice
                 `deadlines.start` (for `patience`, if that is longer); or no completion ended within `answer`.
@@ -412,10 +412,10 @@ class EnginePool:
     # ── counters ─────────────────────────────────────────────────────────────────────────────────
 
     async def poll(self, patience: float | None = None) -> list[Span]:
-        """Update the counters (`counted`) of every engine, and return the time spans of all engines since the last
-        call. Also marks engines that lag (`EngineHandle.notice_lag`). An engine that does not reply within `patience`
-        seconds keeps its last counters. None: it has `deadlines.answer`, and its counters are of no earlier moment than
-        this call."""
+        """Update the counters (`counted`) of every engine that is UP, and return the time spans of all engines since
+        the last call. Also marks engines that lag (`EngineHandle.notice_lag`). An engine that does not reply within
+        `patience` seconds keeps its last counters. None: it has `deadlines.answer`, and its counters are of no earlier
+        moment than this call."""
         for engine in self._engines.values():
             engine.notice_lag(self._lag, self._say)
         if polls := [
@@ -437,7 +437,7 @@ class EnginePool:
 
     def pressure(self) -> Pressure | None:
         """Load of the engines that take requests, as of the last poll, and number of completions preempted since the
-        last call; None until an engine has reported."""
+        last call; None while none of these engines has replied to a poll."""
         before, self._preempted = self._preempted, self.counted(lambda health: health.preempted)
         counters = [one.counters.health for one in self._engines.values() if one.takes]
         told = [health.needed for health in counters if health is not None]

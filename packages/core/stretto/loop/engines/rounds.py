@@ -43,7 +43,8 @@ class _Portion:
         """Wait until all groups of the portion have called this, then yield the completions of the group of `request`.
 
         Raises:
-            EngineLost: the engine was lost. The portion is sent again once all of its groups have called this again.
+            EngineLost, or another error of the engine: it is raised in all groups that wait here. The portion is sent
+                again once they have all called this again.
             RefusedRequest: the engine refused this request; the others of the portion are generated.
         """
         self._requests[request.id] = request
@@ -139,8 +140,8 @@ class Rounds:
 
     def generate(self, request: GenerateRequest, *, least: int = 0) -> AsyncIterator[Completion]:
         """Wait until all groups of the request's portion of the round have called this, then yield the completions of
-        the group. Raises EngineLost or RefusedRequest. `request.id` is the id of a group in `together`. `least` is
-        ignored: all engines of a round serve the same version."""
+        the group. Raises the engine's errors, such as EngineLost and RefusedRequest. `request.id` is the id of a group
+        in `together`. `least` is ignored: all engines of a round serve the same version."""
         return self._portions[request.id].generate(request)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials:

@@ -50,7 +50,8 @@ def carried_over(totals: Totals, kept: int) -> Totals:
 
 @dataclass(frozen=True)
 class Work:
-    """Work of the roles since they started, in tokens; `busy`: seconds of work by role."""
+    """Work of the roles since they started, in tokens; `recomputed`: their KV cache was computed again; `stopped`: of
+    aborted completions. `busy`: seconds of work by role. `left`: the engines in it that have left the run."""
 
     generated: int = 0
     recomputed: int = 0  # KV cache computed again after an interruption
@@ -114,7 +115,8 @@ def span_offset(known: tuple[float, float] | None, monotonic: float, unix: float
 
 
 def with_transfers(carried: Carried, spans: Sequence[Span]) -> Carried:
-    """Return `carried` with the weight transfers in `spans` added; the newest 99 of each kind are kept.
+    """Return `carried` with the weight transfers in `spans` added, the loads (pauses) after them, and the publications;
+    the newest 99 of each kind are kept.
 
     A transfer is a download over the network, or mapping and checking of shared memory. Generation goes on during a
     transfer; it pauses only for the load after it.
