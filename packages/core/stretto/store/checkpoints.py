@@ -80,8 +80,8 @@ class Checkpoints:
         folder.
 
         `write` is called with an empty folder and writes its files there. Then the folder gets its manifest, is synced
-        to disk, and is renamed to its final name. After an error nothing has changed; an error of `write` is raised
-        unchanged, unless it is an OSError.
+        to disk, and is renamed to its final name. After an error nothing has changed (where folders cannot be renamed,
+        the earlier one may be lost); an error of `write` is raised unchanged, unless it is an OSError.
 
         Raises:
             StoreError: the folder cannot be written (disk full, read-only, removed); names the path.

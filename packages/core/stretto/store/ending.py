@@ -69,8 +69,8 @@ class Ending(Record, frozen=True):
 
 
 def record_end(ledger: Ledger, code: int) -> None:
-    """Record in the ledger how a process with this exit code has ended. If the same `how` is on record already, it
-    stays with its reason."""
+    """Record in the ledger, as the fact ``ENDING``, how a process with this exit code has ended; it waits for a flush.
+    If the same `how` is on record already, it stays with its reason."""
     ending, known = Ending.of_code(code), ledger.get(ENDING, Ending)
     if known is None or known.how != ending.how:
         ledger.put(ENDING, ending)

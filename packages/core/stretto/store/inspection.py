@@ -62,7 +62,8 @@ class WeightsSummary(Record, frozen=True):
 
 
 class StalenessSummary(Record, frozen=True):
-    """Staleness (versions between sampling and training) of trained tokens; `bound` None: no bound, or no step yet."""
+    """Staleness (versions between sampling and training) of trained tokens; `bound` None: no bound, or no step yet.
+    `histogram`: number of tokens by staleness."""
 
     bound: float | None
     max: int
@@ -85,8 +86,9 @@ class CanaryProof(Record, frozen=True, omit_defaults=True):
     """Check of an engine's weights after it has loaded a version. `proven`: whether it passed.
 
     `distance`: difference between its log-probabilities of the canary text and the trainer's, in nats per token.
-    `which`: "newest" of the engine, or "worst" of the run relative to its tolerance. `tensors`: number of tensors of
-    the version; `compared`: how many of these were compared in the engine's memory with the trainer's digests.
+    `which`: "newest" of the engine, or "worst" of the run relative to its tolerance; "" in `Inspection.canary`.
+    `tensors`: number of tensors of the version; `compared`: how many of these were compared in the engine's memory with
+    the trainer's digests.
     """
 
     engine: str
@@ -101,7 +103,8 @@ class CanaryProof(Record, frozen=True, omit_defaults=True):
 
 class Inspection(Record, frozen=True):
     """A run in numbers. `state`: running, finished, stopped (by a signal) or dead; `reason`: why it is not running.
-    `busy`: role: share of `rl_seconds` in which it worked."""
+    `busy`: role: share of `rl_seconds` in which it worked. `interrupted`: number of trajectories that an update of the
+    weights interrupted; `multi_version`: of those with tokens of two or more versions."""
 
     steps: int
     version: int

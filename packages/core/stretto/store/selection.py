@@ -35,10 +35,10 @@ _LOST_ARE = {"length": ("longer", "shorter"), "difficulty": ("easier", "harder")
 
 
 class EndedGroup(Record, frozen=True, array_like=True):
-    """Measures of a group that was trained or lost (expired, or masked whole); None: unknown.
-
-    For a group that was aborted in flight, `length` and `latency` are those until the abort, and `difficulty` is
-    unknown. Its `masked` and `signal` keep their defaults, which say nothing.
+    """Measures of a group that was trained or lost (expired, or masked whole); None: unknown. `length`: mean sampled
+    tokens of its completions; `difficulty`: share of right ones; `latency`: seconds from admission to last verdict;
+    `masked`: share of its tokens; `signal`: its rewards differ. For a group that was aborted in flight, `length` and
+    `latency` are those until the abort, `difficulty` is unknown, and `masked` and `signal` say nothing.
     """
 
     lost: bool
@@ -59,8 +59,9 @@ class Bias(Record, frozen=True):
 
 
 class MaskedGroups(Record, frozen=True):
-    """Trained groups of a window that are masked in part, and the share of the learning signal that they carry. A group
-    has a signal if its rewards differ. Shares are from 0 to 1."""
+    """Number of trained `groups` in a window and of those `masked` in part; then shares, from 0 to 1. `tokens`: masked
+    among all tokens. `signal`, `signal_others`: groups whose rewards differ among the partly masked ones, and among
+    the others. `of_signal`: partly masked ones among the groups whose rewards differ."""
 
     groups: int  # number of trained groups in the window
     masked: int  # number of these with some, but not all, tokens masked

@@ -51,8 +51,9 @@ JUDGED = "judged"
 class Totals(Record, frozen=True):
     """Totals of a run, over all of its processes. The ledger's fact ``TOTALS``, written after every step.
 
-    Example: ``Totals(max_staleness=4, generated=81920, recomputed=9120, busy={"trainer": 88.1}, wall_seconds=161.0,
-    rl_seconds=96.2, initial_accuracy=0.41, final_accuracy=0.96)``
+    Tokens: `generated` for training prompts; of these, `stopped` in completions aborted for good, and `unfinished` in
+    flight when the run ended; `recomputed`: with a KV cache computed again; `evaluated`: sampled for evaluations.
+    `busy`: seconds of work by role; `activities`: the same by role and span name.
     """
 
     max_staleness: float | None  # None: no bound; JSON turns infinity into None
@@ -77,8 +78,9 @@ TOTALS = "totals"
 
 
 class Membership(Record, frozen=True):
-    """One engine of a run. `joined_step`, `left_step`: the newest finished step when it first joined, and when it left
-    last (None while it is in the run). The ledger's fact ``ENGINES`` has one `Membership` for each engine.
+    """One engine of a run. `version`: the last that it served. `joined_step`, `left_step`: the newest finished step
+    when it first joined, and when it left last (None while it is in the run); `reason`: why it left last. The ledger's
+    fact ``ENGINES`` has one `Membership` for each engine.
 
     Example: ``Membership("engine-0", "native", "node-3", version=12, joined_step=0)``
     """

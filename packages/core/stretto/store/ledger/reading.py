@@ -46,6 +46,7 @@ class UnfinishedGroup(Record, frozen=True):
 
     A buffered group has `trajectories`. A group in flight has none, and `members`: by member number, the recorded
     segments and calls of those that have any. A single turn is one segment; it has ended if it has a stop reason.
+    `max_staleness`: the bound when it was admitted; None: the run's first bound.
     """
 
     id: str

@@ -45,8 +45,9 @@ def segment_of(parts: Sequence[Any]) -> Segment:
 
 
 class Payload(Record, frozen=True, array_like=True):
-    """Bulk data of a judged trajectory, as encoded in the table ``payloads``. `text`: of its completion. Before format
-    5 the record ended with `text`."""
+    """Bulk data of a judged trajectory, as encoded in the table ``payloads``. `text`: of its completion. `rewards`: if
+    there are several, the value of each, by name. `session`: name of its agent's session; "": none. Before format 5
+    the record ended with `text`."""
 
     segments: tuple[Segment, ...]
     text: str
@@ -130,7 +131,8 @@ _UPDATE_UNTRAINED = _UPDATE_ROW.replace(" trained_step = ?,", "")
 
 class LiveRow(msgspec.Struct, eq=False, gc=False):
     """Row of a trajectory that is in flight or buffered. The ledger keeps such rows in memory; a flush writes the
-    changed ones to the file."""
+    changed ones to the file. `finished`: it is judged. `journaled`: place of its next piece in ``partials``. `calls`:
+    number of its next call; `open_calls`: calls without a recorded reply, and whether each is durable."""
 
     key: int  # of the row in the table ``trajectories``
     group_key: int  # of its group's row in the table ``groups``

@@ -217,6 +217,7 @@ class LineFollower(Generic[Decoded]):
     was rewritten is read again from its start.
 
     Lines that cannot be decoded are skipped. `fault`: error message of the first skipped line; None if there is none.
+    `more`: whether the next call may find more lines at once.
     A caller that stores `identity`, `offset` and `number`, and sets them on another follower of the file, continues.
     """
 

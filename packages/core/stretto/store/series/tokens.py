@@ -35,7 +35,8 @@ _COLUMNS = {"trainer_logprob": np.float32, "ratio": np.float32, "advantage": np.
 
 
 class TokenOutcome(IntFlag):
-    """Treatment of a sampled token by the loss. 0: none, since the token was too old."""
+    """Treatment of a sampled token by the loss, as flags: it is in the loss, which bounded it; the correction changed
+    its weight, or set it to 0. No flag: it was too old for the loss."""
 
     IN_LOSS = 1
     BOUNDED = 2  # the loss clipped or bounded it; counted by `clip_fraction`
@@ -46,6 +47,7 @@ class TokenOutcome(IntFlag):
 @dataclass(frozen=True)
 class SampledTokens:
     """Columns over the sampled tokens of one or several trajectories, concatenated; NaN where a number is unknown.
+    `trainer_logprob`: under the proximal policy, before the step. `ratio`: importance ratio in the loss.
 
     Example: two tokens, the first too old for the loss::
 
