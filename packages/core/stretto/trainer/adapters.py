@@ -107,8 +107,8 @@ def adapt(model: PreTrainedModel, config: LoraConfig, *, seed: int = SEED, head:
 
 
 class _Unnamed(nn.Module):
-    """Hides a model's config from peft, which by the family in it takes the dense and shared layers of some mixtures of
-    experts for the experts, and adapts these in their place."""
+    """A wrapper that hides a model's config from peft: for some families of mixtures of experts, which it knows by the
+    config, peft would adapt the experts in place of the dense and shared layers."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -36,7 +36,8 @@ class TrainerSpec(Record, frozen=True):
     distribution. `threads`: of torch. `checkpoint`: folder to begin with; None: version 0. `descriptor`: file
     descriptor of this process's end of the channel to the conductor; set at the start. `kernels`: file that keeps the
     run's choice of kernels; None: no file. `published`: dtype of published floating-point numbers; None: the trainer's
-    dtype.
+    dtype. `held`: dtype in which engines hold weights. `hung`, `collective`, `assembly`: deadlines in seconds of a
+    rank's heartbeat, of a collective, and of remote ranks to join. `canary`: its text, as token ids.
     """
 
     model: str
@@ -137,7 +138,8 @@ class Published(Record, frozen=True, tag=True):
 
 
 class Trained(Record, frozen=True, tag=True):
-    """Reply: the step is done and, if ordered, the next version is copied, so that training may continue."""
+    """Reply: the step is done and, if ordered, the next version is copied, so that training may continue. `agreement`:
+    by engine, how far its log-probabilities of tokens by the version before the step are from the trainer's."""
 
     update: Update
     spans: tuple[Span, ...]

@@ -78,8 +78,8 @@ def outcomes(loss: Loss) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """The batch of a step with its samples, and the per-token results `numbers` of their loss tokens, in the samples'
-    order."""
+    """The batch of a step with its samples, and the per-token results of their loss tokens, in the samples' order.
+    `numbers`: [N, 4]: log-probability by the policy before the step, ratio, advantage, outcome."""
 
     batch: Batch
     samples: Sequence[Sample]

@@ -29,8 +29,8 @@ from stretto.trainer.objective.token_estimators import advantages_of
 
 
 class ScoredPath(Record, frozen=True):
-    """A path (a branch of a trajectory) with critic values and KL of its S own tokens: sampled, and of no earlier
-    path."""
+    """A path (a branch of a trajectory) with the critic's `values` and the weighted `kl` of its S own tokens (sampled,
+    and of no earlier path), each empty if there is none. `trained`: indices of the loss tokens among the S."""
 
     path: PathTokens
     trained: Whole  # the loss tokens, as indices into the S tokens, ascending

@@ -114,7 +114,9 @@ def shares(lengths: Sequence[int], capacity: int, fewest: int, ranks: int) -> li
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples computed in one forward and backward pass."""
+    """Samples computed in one forward and backward pass: columns over their loss tokens [N]. `scale`: weight of a token
+    in the minibatch's mean. `mixed`: tokens that are no evidence of their engine's weights; None: all are evidence.
+    `chosen`: indices of the loss tokens among the scored ones; None: all. `engines`, `ids`: of the sequences."""
 
     packed: PackedTokens
     behavior_logprobs: Tensor  # [N]; empty if unknown, then the proximal policy counts as the one that sampled
@@ -132,7 +134,8 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """The samples of one optimizer step, and one rank's share of them."""
+    """The samples of one optimizer step, `divided` by share, and the `micro_batches` of this rank's share.
+    `loss_tokens` and `ids` (of trajectories) are those of all shares."""
 
     micro_batches: tuple[MicroBatch, ...]  # of this rank's share; equally many on every rank
     loss_tokens: int  # number of loss tokens of all shares

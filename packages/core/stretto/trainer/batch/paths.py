@@ -33,7 +33,8 @@ class PathTurn(Record, frozen=True):
 
 
 class PathTokens(Record, frozen=True):
-    """One path (branch) of a trajectory as a token sequence.
+    """One path (branch) of a trajectory as a token sequence. `places`: positions [S] of its own sampled tokens; the
+    columns after it have a number for each. `mixed`: 1 where the context may have KV entries of another version.
 
     Example: prompt (5, 12), completion (4, 4, 2)::
 

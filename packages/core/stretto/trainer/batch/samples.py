@@ -50,8 +50,9 @@ _KINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One path (branch of a trajectory) as a training sequence, with its N loss tokens. Sequences of numbers are
-    converted to arrays.
+    """One path (branch of a trajectory) as a training sequence, with columns over its N loss tokens, made to arrays.
+    `weights`: factors of the tokens in the loss; empty: 1. `mixed`: 1 for no evidence of the engine's weights.
+    `scored`, `targets`: positions [M] to score, and the tokens there; empty: the loss positions, the path's tokens.
 
     Example: prompt (5, 12), completion (4, 4, 2) of versions (5, 6, 7), trained at 7 with versions from 6 on::
 
@@ -102,7 +103,8 @@ def chosen_of(sample: Sample) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class SampledBatch:
-    """The samples of a batch, with statistics of the batch."""
+    """The samples of a batch. `masked_tokens`: sampled tokens that are too old to be trained on. `reward_mean`: of all
+    trajectories, before shaping. `kl_reference`: mean KL of all sampled tokens; None if it is not in the reward."""
 
     samples: tuple[Sample, ...]
     masked_tokens: int  # sampled tokens too old to be trained on

@@ -68,7 +68,8 @@ def proximal_ratio(policy_logprobs: Tensor, tokens: LossTokens) -> Tensor:
 
 
 class Terms(NamedTuple):
-    """The surrogate objective per token. `bounded` marks tokens whose term is clipped, truncated or left out."""
+    """The surrogate objective per token, differentiable. `ratio`: u, of the token or of its sequence, detached.
+    `bounded` marks tokens whose term is clipped, truncated or left out."""
 
     objective: Tensor  # [N], differentiable
     ratio: Tensor  # [N], u (of the whole sequence in sequence-level surrogates), detached

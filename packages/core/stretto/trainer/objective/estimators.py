@@ -34,7 +34,9 @@ WithCritic = Annotated[CriticConfig | None, Field(description="a critic, trained
 
 @dataclass(frozen=True)
 class RewardedCompletion:
-    """Input of an estimator: sampled tokens that share one reward (`trainer.batch.credit`).
+    """Input of an estimator: a number of sampled `tokens` that share one shaped `reward` (`trainer.batch.credit`).
+    `trained`: indices of the loss tokens among them. `values` of the critic and weighted `kl`: one number per sampled
+    token, or empty. `earlier`: (token index, reward) for each reward before the last token.
 
     Example: ``RewardedCompletion(reward=1.0, tokens=3, trained=(1, 2))``
     """

@@ -51,7 +51,8 @@ def objective(config: AlgorithmConfig) -> Objective:
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a micro-batch. `value` is minimised; `sums` are diagnostics summed over the tokens:
+    """The loss of a micro-batch. `value` is minimised; `ratio`, `bounded`: as in `Terms`; `kl_reference`: summed over
+    the tokens, None without the term; `sums` are diagnostics summed over the tokens:
 
     clipped           tokens whose term is bounded by the surrogate; in PPO, tokens without a gradient
     capped            tokens whose weight the correction has changed

@@ -62,7 +62,9 @@ class Sequences:
 
 @dataclass(frozen=True)
 class LossTokens:
-    """Inputs of a loss for a micro-batch, known before the policy's forward; natural logarithms."""
+    """Inputs of a loss for a micro-batch, known before the policy's forward; one number per token, natural logarithms.
+    `behavior`: the policy that sampled; `anchor`: the centre of the trust region. `scale`: weight in the minibatch's
+    mean. `kept`: tokens that the selection leaves in; None: there is none."""
 
     behavior_logprobs: Tensor  # [N] by the policy that sampled the token, as logged
     anchor_logprobs: Tensor  # [N] by the policy at the trust region's centre (`decoupled_ppo.anchor_logprobs`)
