@@ -36,7 +36,8 @@ _FEWEST_ROUNDED = 128
 @dataclass(frozen=True)
 class RowPart(ABC):
     """This process's part, t tokens, of a packed row whose T tokens several ranks divide
-    (`stretto_cluster.ranks.tokens`). The methods are collectives: all these ranks call them together."""
+    (`stretto_cluster.ranks.tokens`). `own`: indices, among all wanted tokens, of those that it scores; `before`: of the
+    token before each, among the t. The methods are collectives: all these ranks call them together."""
 
     input_ids: Tensor  # [1, t]
     position_ids: Tensor  # [1, t]
@@ -65,7 +66,8 @@ DivideRow = Callable[[Tensor, Tensor, Tensor], RowPart]
 @dataclass(frozen=True)
 class Packing:
     """Positions of the sequences in a packed row, as index tensors for all layers of a forward. *Cells* are the places
-    of the padded batches (*buckets*, of sequences of similar length) in which attention is computed.
+    of the padded batches (*buckets*, of sequences of similar length) in which attention is computed. `shared_cells`,
+    `shared_tokens`: cells of tokens that belong to another sequence, and these tokens.
 
     Example: ``pack([3, 2, 3], prefixes=[(0, 0), (1, 0), (0, 2)])`` is the drawing in the module's docstring: positions
     ``[[0, 1, 2, 0, 1, 2]]``, buckets (2 rows, 3) and (1 row, 2), 8 cells for 6 tokens.

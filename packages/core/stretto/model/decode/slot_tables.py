@@ -147,7 +147,7 @@ class TableSteps:
 
 @dataclass(frozen=True)
 class _Places:
-    """Slots of the rows of a step, for comparison."""
+    """Slots of the rows of a step, for comparison: `rows` with padding; memory and number of used slots by bucket."""
 
     rows: int  # with padding rows
     addresses: list[list[int]]  # `Bucket.addresses` of each bucket, a new list after a reallocation

@@ -42,7 +42,8 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class FirstTokens:
-    """The packed tokens whose KV entries are written first into the slot of a new row."""
+    """The packed tokens (`sources`, their indices) whose KV entries are written first into the slot of a new row, which
+    is number `place` among the rows of the step."""
 
     place: int  # index of the row among the rows of the step
     sources: Ints  # indices of the packed tokens, in the order of their positions
@@ -50,7 +51,8 @@ class FirstTokens:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """Packed tokens of a step: contexts first, then the newest token of every row."""
+    """Packed tokens of a step, with each one's position in its row: contexts first, then the newest token of every row.
+    The rows are the slots of `buckets`, in this order; `entering`: those that are new."""
 
     token_ids: Ints  # [T]
     positions: Ints  # [T], position of each token in its row
@@ -75,7 +77,8 @@ class DecodeStep:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Attention of one step, planned once for all layers; implements `stretto_kernels.steps.trace.Attends`."""
+    """Attention of one step, planned once for all layers; implements `stretto_kernels.steps.trace.Attends`. `rows`:
+    attend for some rows each. `cached`, `rotated`: what compiled loops and fused GPU steps need, or None."""
 
     contexts: Packing | None
     rows: tuple[Attends, ...]  # get [T, H, D] and [T, K, D], write the KV entries of their rows, and return [R, H, D]
@@ -206,7 +209,8 @@ def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype:
 
 @dataclass(frozen=True)
 class BucketRows:
-    """The rows of one bucket in a step, made by `plan_by_bucket`; implements `stretto_kernels.steps.trace.Attends`."""
+    """The rows of one bucket in a step, made by `plan_by_bucket`; implements `stretto_kernels.steps.trace.Attends`.
+    `newest`: their newest tokens among the packed ones. `written`: indices of tokens to write, and cells for them."""
 
     bucket: Bucket
     newest: slice  # the rows' newest tokens among the packed tokens

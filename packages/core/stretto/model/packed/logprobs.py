@@ -138,7 +138,8 @@ def rows_of_chunk(device: torch.device, vocabulary: int) -> int:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Packed sequences, and the tokens whose log-probabilities are wanted.
+    """Packed sequences, and the tokens whose log-probabilities are `wanted` (indices in the row), with the token
+    `before` each. `targets`: tokens to score there; None: those of the row. `part`: this rank's, if ranks divide a row.
 
     Example: prompt (5, 12) with the completions (4, 2) and (9,), which share the prompt::
 
