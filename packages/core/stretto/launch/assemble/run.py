@@ -58,7 +58,9 @@ CONDUCTOR = "conductor"
 
 @dataclass(frozen=True)
 class StartState:
-    """Starting point of a process of a run: version 0, or the version after the last recorded batch."""
+    """Starting point of a process of a run: version 0, or the version after the last recorded batch, which the trainer
+    reaches from the checkpoint of `saved_step` (0: from none). `broken`, `changed`: sentences about broken checkpoints
+    and changed sources. `done`: nothing is left to do; `early`: why, if before the last step."""
 
     version: int = 0
     saved_step: int = 0  # step of the checkpoint from which the trainer reaches `version`; 0: none

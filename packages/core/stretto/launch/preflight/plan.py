@@ -60,8 +60,9 @@ from stretto_verify.thoughts import PIECES
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """A checked recipe with everything that is known without the model's weights: the model's shape, and the
-    questions."""
+    """A checked recipe with everything that is known without the model's weights: the model's shape, and the questions.
+    `notes`: warnings. `origins`: (FILE:LINE, source) of each training prompt. `kept_apart`: number of held-out
+    questions, evaluated or not. `reference`: the model of ``algorithm.reference.path``; None: no such path."""
 
     recipe: Recipe
     base: ModelFolder  # facts about the model before any training
@@ -108,7 +109,8 @@ def longest_sequence(recipe: Recipe, base: ModelFolder, longest_prompt: int) -> 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Outline):
-    """A checked recipe with everything that a run needs to start."""
+    """A checked recipe with everything that a run needs to start. `rows`: data for rewards, by (prompt, gold answer).
+    `details`: data of the questions for a workflow. `warm_seat`: GPU of the warm start; None: the CPU, or none."""
 
     tokenizer: Tokenizer
     demonstrations: tuple[Demonstration, ...]
