@@ -140,7 +140,9 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Requirements and limits of one make of server."""
+    """Requirements and limits of one make of server. `packages`: names that its Python package may have; empty: it has
+    none. `oldest`, `broadcast`: oldest releases for stretto, and for weights by a collective. `without_window`,
+    `without_head`: model types whose sliding window, or output matrix, it ignores."""
 
     name: str
     packages: tuple[str, ...]  # alternative package names; empty: not a Python package

@@ -107,7 +107,8 @@ class AbortRequest(Record, frozen=True):
 
 
 class SubmitRequest(Record, frozen=True):
-    """Requests whose tokens an open feed gets."""
+    """Requests for an open feed, which gets each token in the step that samples it (`every_token`), or else completions
+    as they end."""
 
     feed: str
     requests: Annotated[list[GenerateRequest], msgspec.Meta(min_length=1)]
@@ -128,7 +129,8 @@ class ScoreRequest(Record, frozen=True):
 
 
 class Refusal(Record, frozen=True):
-    """An error as its name and arguments, from which the client raises the same error."""
+    """An error as its class name and arguments, from which the client raises the same error. `found`: the wrong value,
+    or what happened; `field`: the wrong field, or the name of a lost engine."""
 
     error: str  # name of the class
     found: str  # wrong value, or what happened
@@ -144,7 +146,8 @@ class Refusal(Record, frozen=True):
 
 
 class Sampled(Record, frozen=True):
-    """What one or more steps have sampled for a feed. A completion that has ended is whole, with all its tokens."""
+    """What one or more steps have sampled for a feed. A completion that has ended is whole, with all its tokens.
+    `refused`: requests that ended with an error, by id."""
 
     tokens: list[NewToken]
     ended: list[Completion]

@@ -41,7 +41,8 @@ class BrokenLogits(FloatingPointError):
 
 @dataclass(frozen=True)
 class Filtered:
-    """The rows of a step that have a grammar, top-k, top-p or min-p, with their settings."""
+    """The rows of a step that have a grammar, top-k, top-p or min-p, with their settings. `rows`: their indices in the
+    step's logits. `allowed`: bits of the tokens that their grammars allow; None: no row has a grammar."""
 
     rows: npt.NDArray[np.int64]  # indices of rows of the step's logits, at least one
     truncation: Truncation
