@@ -96,7 +96,8 @@ class Again(Record, frozen=True):
 
 class Position(Record, frozen=True):
     """Saved position of a `PromptStream`; with the dataset and the seed it determines all later draws. `index`: of the
-    next prompt in the epoch's order."""
+    next prompt in the epoch's order. `left_out`, `left_out_next`: prompts that rest in this epoch, and in the next, as
+    bits in base64; `resting`, `rest_next`: the same by name, as an earlier stretto saved them."""
 
     epoch: int = 0
     index: int = 0
