@@ -211,8 +211,8 @@ def distance(canary: Canary, scores: Scores) -> float:
     """Mean absolute difference (nats per token) of an engine's log-probabilities from the expected ones. It is the
     largest of three means: of tokens computed in one forward pass, of tokens decoded one at a time, and of
     `scores.pairs`. If the model is a mixture of experts, each mean is multiplied by √(number of its tokens / 64). A
-    log-probability that is not finite counts as a difference of 10,000. The result is 10,000 if the numbers of scores
-    and of the canary's log-probabilities differ.
+    log-probability that is not finite counts as a difference of 10,000, the largest that there is. The result is 10,000
+    if the numbers of scores and of the canary's log-probabilities differ, or `scores.decoded` is more than either.
 
     >>> canary = Canary(version=1, token_ids=(5, 2, 7), logprobs=(-1.0, -2.0), depth=2)
     >>> distance(canary, Scores(logprobs=(-1.0, -2.5), decoded=1))

@@ -31,7 +31,8 @@ _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 class EngineHealth(Record, frozen=True):
     """State of an engine. Counters start at 0 with its process: of tokens `generated`, `prefilled`, `recomputed` and
-    `wasted`, of bytes `checked`. `unfinished` (tokens) and `resident` (bytes) are as of now.
+    `wasted` (of aborted requests), of completions `interrupted` and `preempted`, of bytes `checked` (read of versions).
+    As of now: `unfinished` (tokens of open requests), `resident` (bytes), `needed` (demand by supply; above 1: waits).
 
     Example: ``EngineHealth(version=7, running=128, waiting=40, generated=81_023, prefilled=20_511, recomputed=9_310,
     interrupted=412, preempted=0, wasted=0, updates=7, busy_seconds=3.2)``

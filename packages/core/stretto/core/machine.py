@@ -133,8 +133,8 @@ def parse_gpus(answer: str) -> tuple[Gpu, ...]:
 
 def visible(there: Sequence[Gpu], told: str | None) -> tuple[Gpu, ...]:
     """The GPUs of `there` that are visible to CUDA. `told`: value of `CUDA_VISIBLE_DEVICES`, None if it is not set. Its
-    entries are numbers or beginnings of UUIDs, and give the order of the result. As in CUDA, an entry without a GPU
-    hides itself and all later entries. A part of a GPU (MIG) has memory 0, unknown.
+    entries are numbers or beginnings of UUIDs, and give the order of the result. As in CUDA, an entry without a GPU, or
+    of one given before, hides itself and all later entries. A part of a GPU (MIG) has memory 0, unknown.
 
     >>> [gpu.id for gpu in visible([Gpu("0"), Gpu("1"), Gpu("2")], "2,0,7,1")]
     ['2', '0']
