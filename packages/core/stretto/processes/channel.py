@@ -148,7 +148,7 @@ class ConductorEnd(Generic[Received]):
         Raises:
             DeadlineExceeded: nothing came within `seconds`.
             RoleDied: the role closed its end, or has ended.
-            WireError: the message is larger than allowed.
+            WireError, MsgspecError: the message is larger than allowed, or cannot be decoded.
         """
         async with deadline("conductor", f"{self.role} {awaited}", seconds):
             return await self.next()
@@ -158,7 +158,7 @@ class ConductorEnd(Generic[Received]):
 
         Raises:
             RoleDied: the role closed its end, or has ended.
-            WireError: the message is larger than allowed.
+            WireError, MsgspecError: the message is larger than allowed, or cannot be decoded.
         """
         assert self._reader is not None, "open() comes first"
         while not self._bodies:

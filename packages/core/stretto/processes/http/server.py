@@ -78,7 +78,8 @@ def settings_of(app: ASGIApp, **further: Any) -> uvicorn.Config:
 
 @dataclass(eq=False)
 class _Stranger:
-    """A connection that has not shown the key."""
+    """A connection that has not shown the key. `since`: when it was last seen to be busy. `gives_way`: it has shown a
+    wrong secret. `stalled`: it takes nothing of its reply."""
 
     connection: socket.socket
     since: float = field(default_factory=time.monotonic)  # when it was last seen to be busy
