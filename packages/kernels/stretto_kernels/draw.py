@@ -93,7 +93,7 @@ def draw(
 
     Args:
         logits_RV: float32, on the CPU.
-        greedy: [R], rows that take the likeliest token.
+        greedy: [R], rows that take the likeliest token, the first of equals.
         uniforms: [R], random numbers in [0, 1).
     """
     logits_RV = logits_RV.contiguous()

@@ -11,7 +11,7 @@ memory. Here each weight is read once for up to 96 tokens, and while a panel is 
 A bfloat16 weight takes half the bytes of a float32 weight, also on CPUs without bfloat16 instructions; with them, pairs
 of inputs are multiplied. All sums are float32, and the same for any number of tokens.
 
-Axes: T token, K input width, N output width, P panel, W outputs of a panel.
+Axes: T token, K input width, N output width, P panel, W outputs of a panel: 16, with AVX-512 32.
 
     inputs [6, K]        panel [K, 16]          sums [6, 16]
     a . . . . .  row     b b b b ... one input  a·b a·b a·b ...      12 vectors of sums, two of weights, one input:

@@ -1,4 +1,5 @@
-"""Triton, where it is installed: the decorator of its kernels, and the devices that run them."""
+"""Triton, where it is installed and torch has GPU support (or TRITON_INTERPRET is set): the decorator of its kernels,
+and the devices that run them."""
 
 from __future__ import annotations
 

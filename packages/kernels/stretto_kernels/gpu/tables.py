@@ -79,7 +79,7 @@ class TableRows:
 
     `start`: index of the first newest token among the packed tokens. `dtype`: of the KV cache. `slots`: [Z, R, 4] the
     table "rows" (`slots_of`), for each layer. `writes`: [W, 3] packed token, row, position in the slot. `chunks`: by
-    attention window, items and bounds of `Chunks`.
+    attention window, items and bounds of `Chunks`. `tile`: what a GPU program reads at a time.
     """
 
     start: int
@@ -90,6 +90,7 @@ class TableRows:
     tile: Tile = TABLE[0]
 
     def attend(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, rule: Rule) -> Tensor:
+        """Write keys and values to the slots, and attend from the rows' newest tokens; returns [R, H, D]."""
         # The kernels treat addresses as pointers to this dtype.
         query_RHD, k_TKD, v_TKD = (x.to(self.dtype) for x in (q_THD[self.start :], k_TKD, v_TKD))
         write_rows(k_TKD, v_TKD, self.slots[layer], self.writes)

@@ -40,7 +40,8 @@ Attend = Callable[[Tensor, Tensor, Tensor, Any, float], Tensor]
 
 @dataclass(frozen=True)
 class _Layer:
-    """Sizes and settings of a fused layer, which `_Before` and `_After` share."""
+    """Sizes and settings of a fused layer, which `_Before` and `_After` share. `eps`: of the norms before attention, of
+    heads, and after it. `fewest`: tokens from which oneDNN multiplies; None: never. `parts`: owner, name, module."""
 
     heads: int
     kv_heads: int

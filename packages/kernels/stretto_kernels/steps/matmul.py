@@ -179,8 +179,8 @@ def choose(
 ) -> dict[Shape, KernelChoice]:
     """Choose one of `kernels` for each weight shape [N, K]. A choice comes from the file `record`, else from the file
     `cache`, else from a measurement, and is written to both files (`record` None: to `cache` alone). `machine`:
-    processor and cores, which choices are kept by. A file that cannot be written is not used, with a warning. Shapes
-    too small to matter are left out."""
+    processor and cores, which choices are kept by. A file that cannot be written, or whose lock is not free within 20
+    s, is only read, with a warning. Shapes too small to matter are left out, and all if no kernel `fits`."""
     offered = [kernel for kernel in kernels if fits(kernel, dtype)]
     place = f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
@@ -307,7 +307,7 @@ def weight_gradient(grad_TN: Tensor, x_TK: Tensor) -> Tensor:
 
 class OneDnnLinear(nn.Linear):
     """A linear layer that uses its chosen `kernel` on the CPU. It works like `nn.Linear` on other devices, for other
-    dtypes, for few tokens, under autocast, and with gradients if the kernel is not ``onednn``."""
+    dtypes, for few tokens, under autocast, and while gradients are enabled if the kernel is not ``onednn``."""
 
     kernel: Kernel
 

@@ -68,8 +68,9 @@ class _UnknownCallError(Exception):
 
 
 class _Value(NamedTuple):
-    """A value of a trace, at `place` in the table of addresses: `width` numbers for each token, or each of the last
-    rows."""
+    """A value of a trace, at `place` in the table of addresses: `width` numbers for each token, or with `last` each of
+    the last rows. `head`: width of a head if it is seen as heads, else 0; as [1, T, H, D], or if `turned` [1, H, T,
+    D]."""
 
     place: int
     width: int

@@ -62,7 +62,8 @@ class NotTracedError(Exception):
 
 
 class Attends(Protocol):
-    """Attention of one step, or of some rows of a step."""
+    """Attention of one step; or of some rows of a step, which is given all tokens in other shapes: query [T, H, D], key
+    and value [T, K, D], and returns that of its rows, [R, H, D]."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule, /) -> Tensor:
         """Attend in layer number `layer`: query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
