@@ -59,8 +59,8 @@ class PrefillSample:
 
 @dataclass(frozen=True)
 class TrainSample:
-    """Measured seconds of a training step with one minibatch in `passes` micro-batches, publication included.
-    `sequences`: number of tokens of each sequence."""
+    """Measured seconds of a training step with one minibatch in `passes` micro-batches, the copy of the weights for
+    publication included. `sequences`: number of tokens of each sequence."""
 
     shape: ModelShape
     sequences: tuple[int, ...]

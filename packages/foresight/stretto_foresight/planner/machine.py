@@ -83,7 +83,7 @@ def known_machines() -> list[str]:
 
 
 def machine_of(name: str) -> MachineProfile:
-    """Load a built-in profile by name (``h100``, in any case), or the file at this path, which `stretto plan
+    """Load a built-in profile by name (``h100``, in upper or lower case), or the file at this path, which `stretto plan
     --calibrate` wrote. Raises RecipeError if there is no such profile or file (the message has the nearest name), or
     the file is invalid."""
     if name.lower() in known_machines():

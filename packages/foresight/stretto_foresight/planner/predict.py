@@ -45,7 +45,10 @@ class Staleness(Record, frozen=True):
 class LayoutPrediction(Record, frozen=True):
     """Prediction for one layout, as in `stretto plan --json`. `tensor`: devices of an engine. `busy`: busy share of
     each role, by its name in `stretto inspect`. `tokens_per_second` counts the tokens of trained completions, masked
-    ones included. `hours`: of the whole run, start included; `device_hours`: times the devices."""
+    ones included. `hours`: of the whole run, start included; `device_hours`: times the devices. `memory_gib`: of the
+    device that needs most; `memory`: by role. `max_staleness` (None: no bound) and `max_in_flight`: at the end.
+    `masked`: share of the trained tokens. `recomputed`: tokens per sampled token. `waits_for`: "generation", "judging"
+    or "training". `terms`: seconds by role and work. `timeline`: spans of the trainer and one engine, last steps."""
 
     engines: int
     ranks: int
@@ -69,7 +72,8 @@ class LayoutPrediction(Record, frozen=True):
 
 
 class RunPlan(Record, frozen=True):
-    """Result of `stretto plan`. `layouts`: best first for the `goal`. `mean_length`: of a completion, in tokens."""
+    """Result of `stretto plan`. `layouts`: best first for the `goal`. `mean_length`: of a completion, in tokens.
+    `recipe`: digest of the recipe if this is its own layout, else None (`plan` returns None)."""
 
     machine: str
     goal: str

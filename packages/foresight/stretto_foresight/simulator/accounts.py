@@ -72,8 +72,10 @@ class SimulationReport:
     """Counts of a simulated run after its warm-up: completions and their simulated tokens; prompts are not counted.
 
     `staleness` counts the tokens in the loss by age in versions. `sampled` and `recomputed` are in tokens of the model.
-    Counters "by length" have a completion's full length as key; for an aborted completion, the length that it would
-    have had.
+    Seconds in which the trainer idles (`waiting`) or works (`training`); in which engines work (`generating`, summed
+    over engines), `loading` and `recomputing` included; and of `judging`, summed over completions. Counters of trained
+    `completions` and their `masked` tokens, of `expired` completions and their sampled (`dropped`) tokens, are by
+    length: a completion's full length, for an aborted one the length that it would have had.
     """
 
     steps: int = 0

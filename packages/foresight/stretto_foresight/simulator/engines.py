@@ -133,7 +133,8 @@ class CompletionRow:
 
 class SimulatedEngine:
     """One engine on the virtual clock. `ended` is called with the group of each finished completion, once for each;
-    `loaded` without arguments after each load. Spans of its work are appended to `spans`; None: they are not kept."""
+    `loaded` without arguments after each load. Spans of its work are appended to `spans`; None: they are not kept.
+    `version`: of new tokens; `served`: the same, once its load is complete. `load`: completions that run or wait."""
 
     def __init__(
         self,
