@@ -60,7 +60,7 @@ LARGEST_REPLY = 1 << 20
 
 
 class ScoreItem(Record, frozen=True, array_like=True):
-    """One completion to judge; `answer` is the gold answer.
+    """One completion to judge; `answer` is the gold answer, the rest is as in `Row`.
 
     Example: ``ScoreItem(prompt="3+8=", completion="11", answer="11")``
     """
@@ -73,7 +73,8 @@ class ScoreItem(Record, frozen=True, array_like=True):
 
 
 class Row(Record, frozen=True):
-    """Data of a question that a reward may need beside its prompt and gold answer."""
+    """Data of a question that a reward may need beside its prompt and gold answer. `fields`: the other fields of its
+    row, as a JSON object. `source`: name of its source. Both are empty where no reward needs them."""
 
     fields: str = ""  # the other fields of its row, as a JSON object
     source: str = ""  # the name of its source
@@ -94,7 +95,7 @@ class Worth(Record, frozen=True):
 class PartSettings(Record, frozen=True):
     """One reward of the sum. `function`: its name, as in the recipe. `settings`: the reward's section of the recipe, as
     JSON. `place`: the recipe's key that names the function, for messages. `name`: key of its metric; empty if it is the
-    only reward. `sources`: names of the sources whose completions it judges."""
+    only reward. `sources`: names of the sources whose completions it judges; empty: all."""
 
     function: str
     settings: str
