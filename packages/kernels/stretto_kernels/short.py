@@ -120,7 +120,7 @@ def _ask(address: Any, index: Any, scale: Any, row: Any, half: Any) -> None:
 
 @inlined
 def _move(mixed: Any, scale: Any, out: Any, index: Any, row: Any, half: Any) -> None:
-    """Write the numbers at `mixed`, scaled, to `out` as head `index` of all heads of all tokens."""
+    """Write the numbers at `mixed`, scaled, to `out` as head `index` of all heads of all tokens. `row`: gets them."""
     _ask(mixed, 0, scale, row, False)
     store(out, U(index * len(row)), row, half)
 

@@ -148,7 +148,8 @@ class TokenWriter:
         return self._config.keeps(step)
 
     def take(self, tokens: TrainedTokens) -> None:
-        """Start to write the results of a step, unless an earlier write hangs; on rank 0 only."""
+        """Start to write the results of a step; on rank 0 only. Waits for an earlier write first; if that hangs, the
+        results of this step are dropped, with a message."""
         if self._files is None:
             return
         if not self.finish():

@@ -51,7 +51,7 @@ class RunLog:
     """A reporter that writes events to the log and passes each on to another reporter, such as the terminal.
 
     A line about the newest step, of training or of the warm start, is written every `seconds`, and after the last step.
-    Errors of writing and of display are ignored: they must not end a run.
+    Errors must not end a run: a line that cannot be written is left out; after an error of display no more is shown.
     """
 
     def __init__(self, path: Path, reporter: Reporter, steps: int = 0, seconds: float = _LINE_SECONDS) -> None:

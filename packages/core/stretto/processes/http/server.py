@@ -243,7 +243,7 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Context manager that handles SIGINT and SIGTERM, unless `signals` is False; `serve` enters it."""
+        """Context manager in which SIGINT and SIGTERM end `serve`, which enters it; does nothing without `signals`."""
         with super().capture_signals() if self._signals else contextlib.nullcontext():
             yield
 
