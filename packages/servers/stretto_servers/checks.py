@@ -30,8 +30,8 @@ def check_running_servers(
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
 ) -> None:
-    """Check every server of `engine.addresses`: its release and model, and whether it tokenizes some of the prompts as
-    `tokenizer` does.
+    """Check every server of `engine.addresses`: its release (a development release passes) and model, and whether it
+    tokenizes some of the prompts as `tokenizer` does.
 
     Args:
         make: capabilities of the make, with its oldest usable release.

@@ -259,9 +259,9 @@ class ExternalEngine:
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
         """Verify a published version, pause the server, load it, resume, and run the canary `challenge` (None: none)
-        before any completion continues. A version that is already loaded is not loaded again, unless its last scores
-        were wrong. Returns the version in use and the scores of the challenge; if they are wrong, sampling stays
-        stopped until a later update.
+        before any completion continues. The version in use is only loaded again by the first call, or if its last
+        scores were wrong; else only the canary runs. Returns the version in use and the scores of the challenge; if
+        they are wrong, sampling stays stopped until a later update.
 
         Raises:
             RefusedRequest: the version is older than the one in use.

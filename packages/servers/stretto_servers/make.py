@@ -258,7 +258,8 @@ def launch_of(config: EngineConfig, model: str, port: int, room: Room | None = N
 
 def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
     """Check the class of `engine.kind` without starting a server; yields a description of each fault, nothing for a
-    usable class. `model`: model folder, passed to its `launch`. Raises RecipeError if there is no such class."""
+    usable class. `model`: model folder, passed to its `launch` (not called if there are `engine.addresses`). Raises
+    RecipeError if there is no such class."""
     make = MAKES.load(config.kind)
     if lacking := [name for name in (*_METHODS, "launch") if not callable(getattr(make, name, None))]:
         yield f"has no method {', '.join(lacking)} (docs/how_to/doors/engine.md)"

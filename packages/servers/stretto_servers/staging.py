@@ -31,11 +31,11 @@ class FolderAsItIs:
 
     @property
     def checked(self) -> int:
-        """Number of bytes of published versions that were read and verified so far."""
+        """Number of bytes of published versions that were read and verified so far. 0 for a fixed folder."""
         return 0
 
     def folder_of(self, version: int, /) -> Path:
-        """Folder in which the verified weights of `version` lie, until the next call.
+        """Folder in which the verified weights of `version` lie, until the next call. A fixed folder raises nothing.
 
         Raises:
             TornPublication: the publication is damaged.

@@ -32,8 +32,8 @@ class TinkerServer:
         self, backend: LocalBackend, folder: Path, keys: frozenset[str] = frozenset(), names: HostNames | None = None
     ) -> None:
         """Open the server's folder, which is made if it is missing, and delete the weights in it that its record does
-        not need. `keys`: API keys of clients that are accepted; empty: any. `names`: values of ``Host`` that are
-        accepted; None: any.
+        not need (none if the record has no model). `keys`: API keys of clients that are accepted; empty: any. `names`:
+        values of ``Host`` that are accepted; None: any.
 
         Raises:
             RunFolderError: another server uses the folder, it cannot be written, or it has another base model's record.

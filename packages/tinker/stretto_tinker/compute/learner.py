@@ -56,7 +56,8 @@ class Learner:
     ) -> Pieces[Computed]:
         """Compute the log-probabilities of all targets and the summed loss, the metric "loss:sum" of the result. With
         `backward`, add the gradient of this sum to the accumulated gradient. After an error, or if the generator is
-        closed before its end, the gradient is as before. Each piece is one micro-batch.
+        closed before its end, the gradient is as before. Each piece is one micro-batch, and all but the last yield
+        their number of targets.
 
         Args:
             data: the sequences with their targets.

@@ -89,7 +89,8 @@ def _dro(logprobs_N: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def _gspo(logprobs_N: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """GSPO-token (arXiv 2507.18071, section 4.3): each token has the ratio of its sequence, and its own gradient."""
+    """Summed loss of GSPO-token (arXiv 2507.18071, section 4.3): each token has its own gradient and the ratio of its
+    sequence, the geometric mean over ``sequence_ratio_mask`` (1 if the mask is empty)."""
     inside_N = inputs["sequence_ratio_mask"] != 0
     gaps = (logprobs_N.detach() - inputs["logprobs"])[inside_N]
     mean = gaps.mean() if len(gaps) else logprobs_N.new_zeros(())

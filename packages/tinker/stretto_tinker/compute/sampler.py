@@ -150,7 +150,7 @@ class Sampler:
         they have another shape. Call it only while no request is open.
 
         Raises:
-            StoreError: files are missing or damaged; this model is unusable from then on.
+            StoreError: files are missing or damaged; the weights are as before.
         """
         return self._take(folder)
 
@@ -268,8 +268,9 @@ class Sampler:
         return {id: replace(opened.scores, sequences=[opened.found[member] for member in range(len(opened.found))])}
 
     def _next_prompt(self) -> str | None:
-        """The request whose prompt is scored next: the first one of the client whose turn is longest ago. A prompt of
-        several pieces is not begun while `_MOST_HELD` are under way. None if no prompt waits."""
+        """The request whose prompt is scored next: the first one of the client whose turn is longest ago, which then
+        counts as the latest. A prompt of several pieces is not begun while `_MOST_HELD` are under way. None if no
+        prompt waits."""
         held = sum(self._open[ids[0]].held for ids in self._prompts.values())
         for owner, ids in self._prompts.items():
             opened = self._open[ids[0]]
@@ -358,7 +359,8 @@ class _Scores:
             likeliest.logprobs[at, :width] = top.values.cpu().numpy()
 
     def _draw(self, rows_PV: Tensor) -> Tensor:
-        """Draw tokens at each position, [P, drawn]. Of the settings only the temperature counts."""
+        """Draw tokens at each position, [P, drawn]. Of the settings only the temperature counts; 0 gives the likeliest
+        token `drawn` times."""
         temperature, width = self._wish.settings.temperature, self._wish.drawn
         if temperature <= 0:
             return rows_PV.argmax(-1, keepdim=True).expand(-1, width).cpu()
@@ -389,8 +391,8 @@ def _tokens(completion: Completion, width: int) -> SampledTokens:
 
 
 def sampling_of(settings: SamplingParams, end: tuple[int, ...], prompt: int, context: int) -> Sampling:
-    """Convert the SDK's sampling settings to the engine's. The tokenizer's end of sequence also ends a completion,
-    unless `stop` is an empty list.
+    """Convert the SDK's sampling settings to the engine's; `max_tokens` becomes at most the room behind the prompt. The
+    tokenizer's end of sequence also ends a completion, unless `stop` is an empty list.
 
     Args:
         end: token ids of the end of sequence.

@@ -186,8 +186,8 @@ class Archive:
 
 def tar_of(files: Mapping[str, Path]) -> tuple[int, Iterator[bytes]]:
     """Make a tar archive of files, by their names in it; returns its size in bytes, and an iterator over its parts,
-    which reads the files as it is consumed. All files are opened now, so that the archive is complete even if their
-    folder is deleted.
+    which reads the files as it is consumed, and closes them at its end. All files are opened now, so that the archive
+    is complete even if their folder is deleted.
 
     Raises:
         FileNotFoundError: a file is gone.

@@ -120,8 +120,8 @@ class Training:
         return self._numbered(save)
 
     def _numbered(self, handler: Callable[[Call, bytes], Response]) -> Handler:
-        """Wrap a handler of numbered requests. If it refuses a request, the refusal is recorded as the result of the
-        request's number, because the client has counted it and later requests wait for it."""
+        """Wrap a handler of numbered requests. A refusal (RefusedRequest, 400, 404) is recorded as the result of the
+        request's number, because the client has counted it and later requests wait for it; other errors are raised."""
 
         async def run(call: Call) -> Response:
             raw = await call.body()

@@ -58,7 +58,8 @@ class Job:
         """Decode the sequences.
 
         Raises:
-            RefusedRequest: there are none, or one is invalid; names the datum and its field.
+            RefusedRequest: there are none, one is invalid, or sparse arrays are too large; names the datum and its
+                field.
         """
         if not self.data:
             raise RefusedRequest("data", "no datum", "at least one")

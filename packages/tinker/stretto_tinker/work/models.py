@@ -164,8 +164,8 @@ class Models:
         return live
 
     def _again(self, live: Live, asked: Asked) -> Pieces[None]:
-        """Apply a settled request to a model that is being restored. If a step gives other weights than at first, the
-        model is recorded as corrupted."""
+        """Apply a settled request to a model that is being restored; of a failed one, only what its failure did to the
+        gradient. If a step gives other weights than at first, the model is recorded as corrupted."""
         live.seq = asked.seq
         if asked.state != DONE:
             why = msgspec.json.decode(asked.result)["error"] if asked.result else "it was not computed"
@@ -335,7 +335,8 @@ def adam_of(body: OptimStep) -> Adam:
     """Read the AdamW settings of a step; those that it leaves out have the defaults of `Adam`.
 
     Raises:
-        RefusedRequest: a setting is unknown, not finite or out of range, or another optimizer is requested.
+        RefusedRequest: a setting is unknown (and not empty), not finite or out of range, or another optimizer is
+            requested.
     """
     if body.adam_params is not None and body.optimizer_params is not None:
         raise RefusedRequest("optimizer_params", "given together with adam_params", "one of them")

@@ -115,7 +115,8 @@ class Engines:
         return self._engines[lane]
 
     def _remove_idle(self, most: int) -> None:
-        """Remove the least recently used idle engines while the weights of all are larger than `most` bytes."""
+        """Remove the least recently used idle engines, but not the base model's, while the weights of all are larger
+        than `most` bytes."""
         for lane in [lane for lane, engine in self._engines.items() if engine.idle and lane != _BASE]:
             if self.weights <= most:
                 break
@@ -294,10 +295,10 @@ class Sampling:
         self._open[asked.id], self._sequences[asked.id] = replace(asked, body=None), sample.num_samples
 
     def turn(self, over: Callable[[], bool]) -> Iterator[tuple[Asked, bytes | StrettoError]]:
-        """Take steps of the engine, at least one, until `over()` is true or no request is open. A step samples one
-        token of each sequence that has a slot; sequences that wait for a slot get none. Yields each request that ends,
-        with its encoded result or its error. Iterate to the end: requests that ended in a step are closed only when
-        they are yielded."""
+        """Take steps of the engine until `over()`, asked after each step, is true or no request is open. A step samples
+        one token of each sequence that has a slot; sequences that wait for a slot get none. Yields each request that
+        ends, with its encoded result or its error. Iterate to the end: requests that ended in a step are closed only
+        when they are yielded."""
         last = self.engine.idle
         while not last:
             found = self.engine.step()
@@ -322,8 +323,9 @@ class Sampling:
 
 
 def lane_of(weights: str, first: Waiting, samplings: Mapping[Lane, Sampling]) -> Lane | None:
-    """Lane of the engine on which the next request of a client for samples by `weights` can begin now; None if it has
-    to wait."""
+    """Lane of the engine on which `first`, the next request of a client for samples by `weights`, can begin now: the
+    shared engine, or one that the client has alone if it has less than its share there. None if it has to wait.
+    `samplings`: engines that have open requests."""
     owner, shared = first.asked.owner, samplings.get(Lane(weights))
     if shared is None or shared.begins(first):
         return Lane(weights)
@@ -349,7 +351,7 @@ def beginning(
 
 
 def _encoded(sampled: Sampled) -> bytes | StrettoError:
-    """Encode a result; the error of the request if it is too large."""
+    """Encode a result; returns the request's error if the result is too large or cannot be encoded."""
     try:
         return encode_sampled(sampled)
     except (ValueError, MemoryError) as error:  # protobuf's limit is 2 GiB

@@ -72,7 +72,8 @@ class Saving:
         return [Place.of(row.path) for row in rows[2:]]
 
     def _check(self, place: Place, body: SaveWeights, asked: Asked) -> None:
-        """Raise RefusedRequest if another request has saved this name, or an option is not served."""
+        """Raise RefusedRequest if another request has saved this name (without `overwrite`), or an option is not
+        served."""
         held = self._record.checkpoint(place.path)
         if held is not None and held.request != asked.id and not body.overwrite:
             told = f"{place.path} is there already"

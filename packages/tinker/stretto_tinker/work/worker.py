@@ -94,7 +94,8 @@ class Worker:
 
     def crowded(self, owner: str, model: str = "", seq: int = -1) -> bool:
         """Whether the client `owner` has so many unsettled requests that a further one is refused for the moment.
-        Always False for the request that its model needs next (`model` and `seq`)."""
+        Always False for the request that its model needs next (`model` and `seq`), and for a model without queued
+        requests."""
         with self._wake:
             lane = self._models.get(model)
             if model and (lane is None or lane.next == seq):
