@@ -16,8 +16,8 @@ STOPPED, STOPPED_CODE = "stretto: stopped by Ctrl-C", 128 + signal.SIGINT
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Let Ctrl-C end the process at once during the block, which imports (context manager). An interrupted import might
-    raise another error, or continue. The kernel ends the fork server with this process."""
+    """Let Ctrl-C, unless it is handled, end the process at once during the block, which imports (context manager). An
+    interrupted import might raise another error, or continue. The kernel ends the fork server with this process."""
 
     def end(number: int, frame: object) -> NoReturn:
         os.write(2, f"{STOPPED}\n".encode())

@@ -54,7 +54,8 @@ def perform(
 
 
 def find_study(study: str) -> Path:
-    """Path of a study, given as a file or as the name of a built-in study. A folder of this name is no file.
+    """Path of a study, given as a file or as the name of a built-in study. A folder of this name is no file; a path
+    that ends with ``.toml`` need not exist.
 
     Raises:
         RecipeError: it is not a file, and no built-in study has this name.

@@ -180,9 +180,9 @@ async def conduct(
     study: Study, folder: StudyFolder, runner: TrainProcesses, say: Say, jobs: int | None = None
 ) -> StudyProgress:
     """Train the unfinished runs of a study by `runner`, `jobs` at the same time (None: as many as the cores carry; one
-    after the other if any uses a GPU or a fixed port), until all have ended or a signal stops them; return what became
-    of them. A run whose folder cannot be read counts as failed; the folder is not changed. `say` gets lines of
-    progress."""
+    after the other if any uses a GPU, a fixed port or engines of another make), until all have ended or a signal stops
+    them; return what became of them. A run whose folder cannot be read counts as failed; the folder is not changed.
+    `say` gets lines of progress."""
     stop, progress, waiting = StopSignal(), StudyProgress(), deque[PlannedRun]()
     for run in study.runs:
         try:
@@ -227,8 +227,8 @@ def _name(study: Study, run: PlannedRun) -> str:
 
 
 def side_by_side(recipes: Sequence[Recipe], asked: int | None = None) -> int:
-    """Number of runs to train at the same time: 1 if a run has a fixed port or uses a GPU, else `asked`; None: as many
-    as this machine's cores allow.
+    """Number of runs to train at the same time: 1 if a run has a fixed port or engines of another make, or uses a GPU;
+    else `asked`; None: as many as this machine's cores allow.
 
     A run needs the cores of its engines and its trainer; with more runs their times would be wrong.
     """

@@ -371,7 +371,7 @@ def number_of(recipe: Mapping[str, Any], section: str, key: str) -> float | None
 
 def disk_of(folder: Path) -> Disk | None:
     """Return the free disk space, and the bytes of the files that are directly in the run folder; None unless the run
-    is running (its lock is held)."""
+    is running (its lock is held), or if the folder cannot be read."""
     try:
         if not lock.is_held(folder):
             return None

@@ -254,7 +254,7 @@ READ = frozenset({*_WHOLE, *(f"trainer.{name}" for name in _OF_TRAINER)})
 
 
 def numbers_of(step: StepMetrics) -> Iterator[tuple[str, float]]:
-    """Yield series name and value of each measurement of a step; missing ones are left out."""
+    """Yield series name and value of the measurements of a step that alarms may need; missing ones are left out."""
     for name in _WHOLE:
         if (value := getattr(step, name)) is not None:
             yield name, value

@@ -72,8 +72,10 @@ class RecordedSegment:
 
 @dataclass(frozen=True)
 class RecordedTrajectory:
-    """A trajectory as recorded. `tokens`: number of sampled tokens. `versions`: of each sampled token. If its tokens
-    were not kept or are damaged, `versions` and `lengths` are None and `segments` is empty."""
+    """A trajectory as recorded. `tokens`: number of sampled tokens. `versions`: of each sampled token. `lengths`:
+    numbers of sampled tokens and of their log-probabilities. `writers`: names of the engines that sampled them, with
+    numbers of tokens. If its tokens were not kept or are damaged, `versions` and `lengths` are None and `segments` is
+    empty."""
 
     id: str
     group: str
@@ -140,7 +142,7 @@ class RecordedLine:
 @dataclass(frozen=True)
 class RecordedData:
     """Questions of a run: the digest on record, the current digest (`found`), the ids of the questions (`prompts`), and
-    the inputs to the order of an epoch.
+    the inputs to the order of an epoch: `seed`, and name, number of prompts and weight of each source.
 
     A prompt whose share of right completions is at most `hard` or at least `easy` is skipped in the next epoch; None:
     no prompt is skipped.
@@ -168,7 +170,9 @@ class RecordedProofs:
 class History:
     """All records of a run that the laws are checked on, made by `read_history`. `given_back`: prompts to be repeated
     next, as (epoch, prompt, attempt). `position`: epoch, and the number of prompts drawn in it. `policies`: versions in
-    the run folder. `damage`, `broken_checksums`, `broken_start` and `edited` hold sentences on faults."""
+    the run folder. `damage`, `broken_checksums`, `broken_start` and `edited` hold sentences on faults. `roster`: names
+    of all engines. `notes`: what was not checked. `lines`: by step. `most_in_flight`: largest number of groups in
+    flight, by the group after whose issue it was counted. `data`, `proofs`: None: not on record."""
 
     groups: tuple[RecordedGroup, ...]
     steps: tuple[RecordedStep, ...]

@@ -41,7 +41,8 @@ _CHANGED = "SELECT count(*) FROM events WHERE name = 'bound'"
 @dataclass(frozen=True)
 class _Series:
     """Content of a JSON-lines file. `rows`: of each complete line that is an object, the fields that are compared; none
-    of ``spans.jsonl``."""
+    of ``spans.jsonl``. `broken`: number of the other complete lines. `torn`: the file ends within a line. `repeated`:
+    number of lines equal to an earlier one."""
 
     rows: Sequence[Mapping[str, Any]]
     broken: int  # other complete lines

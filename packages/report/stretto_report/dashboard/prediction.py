@@ -93,8 +93,8 @@ def run_digest(path: str | Path) -> str:
 
 
 def predicted_beside_measured(path: str | Path, file: Path | None = None) -> PredictedRun | None:
-    """Compare the run in the folder `path` with the prediction in `file`; None: with that of the run folder. Return
-    None if the folder has no prediction, or before the first timed step.
+    """Compare the run in the folder `path` with the prediction (its first layout) in `file`; None: with that of the run
+    folder. Return None if the folder has no prediction, or before the first timed step.
 
     Raises:
         RunFolderError: there is no run; or the file is missing, no prediction, or one for another recipe.

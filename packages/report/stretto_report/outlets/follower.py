@@ -79,8 +79,9 @@ class Cursor(Record, frozen=True):
     `project`: in the tool; "": not recorded. `run`: run id in the tool; "": no run was created. `began`: Unix time when
     the run began. `sent`: newest step of each curve. `points`: number of points sent. `tabled`: step of the newest
     table. `metrics`, `samples`: how far the files were read; None: not at all. `sampled`: newest version of a sample
-    that was sent. `alarms`: first step of each alarm that was sent, by title. `fault`: newest line that could not be
-    read and was skipped; "": none.
+    that was sent. `repeated`: samples of versions up to this one are left out, since their file was rewritten.
+    `alarms`: first step of each alarm that was sent, by title. `fault`: newest line that could not be read and was
+    skipped; "": none.
     """
 
     project: str = ""

@@ -25,7 +25,7 @@ _BOUNDS = ("low", "high")  # of an interval
 
 class MetricsPoint(Record, frozen=True):
     """Numbers of one metrics line, at one training step. `curve`: ``step``, ``evaluation`` or ``evaluation_set/NAME``.
-    Steps ascend within a curve.
+    `seconds`: the line's `wall_seconds`. Steps ascend within a curve.
 
     Example: ``MetricsPoint("step", 12, 84.5, {"reward": 0.5, "trainer/loss": -0.02, "busy/engine-0": 0.97})``
     """

@@ -197,8 +197,9 @@ def write_trajectories(path: str | Path, output: BinaryIO, format: str) -> int:
 
 @contextmanager
 def _questions(path: Path) -> Iterator[Callable[[str], ExportedQuestion | None]]:
-    """Yield a function that returns the question with an id; None: the run has no record of it. The questions are held
-    in a temporary SQLite database on disk: they may exceed memory. Raises StoreError for a line that cannot be read."""
+    """Context manager: yield a function that returns the question with an id; None: the run has no record of it. The
+    questions are held in a temporary SQLite database on disk: they may exceed memory. Raises StoreError for a line that
+    cannot be read."""
     with closing(sqlite3.connect("", isolation_level=None)) as table:
         table.execute("CREATE TABLE questions (id TEXT PRIMARY KEY, question BLOB) WITHOUT ROWID")
         table.execute("BEGIN")

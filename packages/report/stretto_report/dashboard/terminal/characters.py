@@ -37,7 +37,7 @@ def open_console(file: IO[str] | None = None) -> Console:
 
 def is_ascii_locale(environment: Mapping[str, str]) -> bool:
     """Whether the environment variables (``LC_ALL`` before ``LC_CTYPE`` before ``LANG``) select the locale C. False if
-    they select none: then the encoding of the output decides.
+    they select none: then the encoding of the output decides. ``C.UTF-8`` beside LANG C is skipped: Python sets it.
 
     >>> is_ascii_locale({"LANG": "C"}), is_ascii_locale({"LANG": "C", "LC_ALL": "en_US.UTF-8"}), is_ascii_locale({})
     (True, False, False)

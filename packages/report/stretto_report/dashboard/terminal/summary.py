@@ -218,7 +218,7 @@ def _goodput(inspection: Inspection, hidden: Collection[str]) -> Rows:
 
 
 def _engines(engines: Sequence[EngineRecord], hidden: Collection[str]) -> Rows:
-    """Yield one row for each engine, and one for all `hidden` ones."""
+    """Yield one row for all engines whose names are in `hidden`, if any, and one for each other engine."""
     if hidden:
         tokens = sum(engine.generated for engine in engines if engine.name in hidden)
         yield f"{len(hidden):,} engines", f"that have left before, {tokens:,} tokens: each one is in `inspect --json`"

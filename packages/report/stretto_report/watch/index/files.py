@@ -62,7 +62,8 @@ def ledger_stamp(folder: Path) -> list[tuple[int, int, int]]:
 @contextmanager
 def read_ledger(folder: Path) -> Iterator[sqlite3.Connection]:
     """Context manager: yield a read-only connection to the ledger of a run folder, in one read transaction. Raises
-    StoreError if the ledger cannot be read, is no regular file or stays locked, or its write-ahead log is too large."""
+    StoreError if the ledger cannot be read, is no regular file or stays locked, or the write-ahead log of a run that
+    has ended is too large."""
     refuse_strange_files(folder)
     if not lock.is_held(folder):
         check_log(folder / LEDGER, _LARGEST_LOG)

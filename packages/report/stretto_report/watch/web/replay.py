@@ -62,9 +62,9 @@ class ReplayOrder(Record, frozen=True, forbid_unknown_fields=True):
 
 class ReplayState(Record, frozen=True):
     """A replay of the run with the id `run`. `first`, `set`: those of its order. `state`: ``running``, ``done``,
-    ``refused`` (a user's mistake; `log` has the command's message), ``stopped`` or ``failed``. `reason`: why it was
-    stopped or could not be started; "" otherwise. `seconds`: since its start, or from start to end. `log`: end of its
-    output. `branch`: id of its result; None unless it is done."""
+    ``refused`` (a user's mistake; `log` has the command's message), ``stopped`` (its result is deleted) or ``failed``.
+    `reason`: why it was stopped or could not be started; "" otherwise. `seconds`: since its start, or from start to
+    end. `log`: end of its output. `branch`: id of its result; None unless it is done."""
 
     run: str
     first: int = renamed(name="from")
