@@ -36,7 +36,7 @@ class Program(NamedTuple):
 def extract_program(
     completion: str, preamble: str = "", entry_point: str = "", called: frozenset[str] = frozenset()
 ) -> str | None:
-    """Extract the program of a completion; `None` if there is none.
+    """Extract the program of a completion, without its thoughts; `None` if there is none.
 
     A code block counts if it is closed and marked as Python. Unmarked blocks count only if none is marked; otherwise
     they are outputs or examples. A block that defines all `called` functions is preferred to later blocks, which may
