@@ -22,7 +22,7 @@ class BestOfN(Workflow):
     chosen.
 
     Args:
-        n: number of completions.
+        n: number of completions, at least 2.
         judge: prompt of the judge; ``{prompt}`` and ``{answers}`` (numbered, one a line) are replaced.
     """
 

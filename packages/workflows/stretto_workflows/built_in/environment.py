@@ -34,7 +34,8 @@ class EnvironmentPlay(Workflow):
     not shown. All trajectories of a group play the same one, whose seed is `task.group_seed`.
 
     Args:
-        make: ``package.module:name`` of a callable that returns a `TextEnvironment`.
+        make: ``package.module:name`` of a callable that returns a `TextEnvironment`; WorkflowError if it cannot be
+            loaded.
         arguments: arguments of `make`; the task's row may override each by a field of its name.
         instructions: system message in front of the observations; empty for none.
         turns: most actions of an episode.

@@ -13,7 +13,7 @@ class MultiTurn(Workflow):
     gets feedback.
 
     Args:
-        tries: most completions.
+        tries: most completions, at least 1.
         feedback: message after a wrong completion; ``{prompt}`` stands for the question.
         discount: factor on the reward of a right completion for each attempt before it.
     """

@@ -22,7 +22,7 @@ class UserSimulator(Workflow):
     Args:
         user: instructions of the user; ``{prompt}`` stands for the question, ``{done}`` for the closing word.
         done: word with which the user ends the conversation.
-        turns: most turns of the assistant.
+        turns: most turns of the assistant, at least 1.
         user_reward: reward of each turn of the user, for ``algorithm.advantages.credit = "turn"``.
     """
 

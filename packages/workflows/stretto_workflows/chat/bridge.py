@@ -181,8 +181,8 @@ class Bridge:
         return next((known for known in self._turns if known.id == id), None)
 
     def _longest(self, history: History, tools: tuple[Tool, ...]) -> tuple[CompletedTurn | None, bool]:
-        """Find the completed turn with the most messages that `history` continues, with the same tools; None if there
-        is none. Also returns whether other turns have the same messages in other tokens."""
+        """Find the completed turn with the most messages that `history` continues, with the same tools, a live one if
+        any; None if there is none. Also returns whether other turns have the same messages in other tokens."""
         found: list[CompletedTurn] = []
         for turn in self._turns:
             size = len(turn.history)
