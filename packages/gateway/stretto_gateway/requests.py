@@ -168,7 +168,7 @@ class SamplingRule:
 
     def sampling(self, request: Request, prompt_tokens: int, *, strict: bool = False) -> Sampling:
         """Make the engine's sampling options for a request whose prompt has `prompt_tokens` tokens. Options that
-        clients may not set keep their defaults.
+        clients may not set keep their defaults; stop texts are added to the default ones.
 
         Args:
             strict: refuse a token limit beyond the context; otherwise it is reduced.

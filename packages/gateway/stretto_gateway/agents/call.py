@@ -40,9 +40,10 @@ def function(place: str) -> Callable[[Any], Any]:
 
 
 def main(place: str) -> None:
-    """Call the function ``MODULE:FUNCTION`` once, with the task, and send the number that it returns as the session's
-    reward; for None nothing is sent. Task, session and key come from the environment. Ends the process with a message
-    if the function returns anything else. Raises OSError if the gateway refuses the reward, or cannot be reached."""
+    """Call the function ``MODULE:FUNCTION``, which may be async, once with the task, and send the number that it
+    returns as the session's reward; for None nothing is sent. Task, session and key come from the environment. Ends the
+    process with a message if the function returns anything else. Raises OSError if the gateway refuses the reward, or
+    cannot be reached."""
     result = function(place)(json.loads(os.environ[TASK]))
     if inspect.iscoroutine(result):
         result = asyncio.run(result)

@@ -22,7 +22,8 @@ _IN_CONTEXT = frozenset({"prompt_token_ids", "sampling.max_tokens", "messages"})
 
 @dataclass(frozen=True)
 class TokenCount:
-    """Kind of request that counts the tokens of a prompt."""
+    """Kind of request that counts the tokens of a prompt. `parse` decodes a body (RefusedRequest for a wrong field),
+    `reply` encodes the number."""
 
     path: str
     body: type[msgspec.Struct]  #: record type of the body, for the description of the interface
@@ -31,7 +32,8 @@ class TokenCount:
 
 
 class Dialect(Protocol):
-    """Format of requests for the next turn of a conversation, and of their replies and errors (Protocol)."""
+    """Format of requests for a turn of a conversation, their replies and errors (Protocol). `keep_alive`: sent while a
+    stream waits. `fields`: client's names of the engine's fields. `strict`: too large token limits are refused."""
 
     path: str  #: such as ``/v1/chat/completions``
     keep_alive: bytes  #: sent while a stream waits for its first event, so that no idle timeout ends the connection

@@ -198,8 +198,8 @@ class OpenAIDialect:
 
 
 class ChoiceDialect(OpenAIDialect):
-    """Base class of dialects whose replies list choices, one for each completion, which can be streamed token by
-    token."""
+    """Base class of dialects whose replies list choices, one for each completion, which can be streamed token by token.
+    `prefix`: of a reply's id. `object`, `chunk`: type names of a whole reply and of an event."""
 
     path: str
     body: type[msgspec.Struct]

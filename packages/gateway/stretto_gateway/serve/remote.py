@@ -142,13 +142,14 @@ class RemoteEngine:
     async def streaming(
         self, requests: Sequence[GenerateRequest], take: Take | None = None
     ) -> AsyncIterator[_TokenStream]:
-        """Context manager: submit requests, and abort those that are not over at the end of the block. It yields an
-        iterator over new tokens. Without `take`, it yields each completion when it has ended. With `take`, each token
-        is passed to `take` when it arrives; where that returns False, the iterator yields the token.
+        """Context manager: wait for a connection to the engine (without a deadline), submit requests, and abort those
+        that are not over at the end. It yields an iterator: without `take`, over completions that have ended. With
+        `take`, each token is passed to `take` when it arrives; if that returns False, the iterator yields it.
 
         Raises:
             RefusedRequest: the engine refuses one of the requests, and so all; the iterator may raise it too.
-            EngineLost: the server is stopping, or too many completions wait; the iterator raises it if the engine ends.
+            EngineLost, DeadlineExceeded: the server stops, too many completions wait, or the engine does not reply; the
+                iterator raises EngineLost if the engine ends.
         """
         await self.opened.wait()  # no deadline: an engine that is not replaced in time ends the server
         if self.stopping:
@@ -188,8 +189,8 @@ class RemoteEngine:
             return await self._client.health()
 
     async def run(self) -> None:
-        """Receive tokens until cancelled; then all requests in progress are ended. If the engine is lost, wait for its
-        successor. Raises WireError if a message of an open feed cannot be decoded."""
+        """Receive tokens until cancelled; then `break_off` is called. If the engine is lost, wait for its successor.
+        Raises WireError if a message of an open feed cannot be decoded."""
         try:
             while True:
                 feed = uuid.uuid4().hex
@@ -232,8 +233,8 @@ class RemoteEngine:
                     log.warning("request %s: %s", request, error)
 
     async def pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI application: pass a request of the engine's own interface on to the engine, and its reply back. While
-        the server stops, new completions are refused."""
+        """ASGI application: pass a request of the engine's own interface on to the engine, and its reply back. A body
+        that is too large gets a 413; a 503 means that the engine is lost, or does not begin completions any more."""
         body = await read_body(scope, receive)
         if body is None:
             await _refuse(send, 413, RefusedRequest("body", "too many bytes", f"at most {LARGEST_BODY:,} bytes"))

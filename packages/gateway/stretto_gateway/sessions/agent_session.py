@@ -99,7 +99,7 @@ class AgentSession:
     """Session of one agent as clients use it over HTTP: conversations, rewards, and the record of turns.
 
     Attributes:
-        key: API key of the session; any client with it may request turns.
+        key: API key of the session; any client with it may request turns, reward and end the session.
         created: Unix time of the opening, in seconds.
         about: the session's task.
         session: samples turns and records them.
@@ -108,8 +108,8 @@ class AgentSession:
         retries: number of requests that got the reply of an earlier request.
         as_json: number of turns whose history the client sent back with call arguments in another JSON spelling.
         unapplied: number of turns per sampling option that was ignored.
-        asked_at: time of the opening, of the last request for a turn or of its reply, or of the last reward, in seconds
-            of `time.monotonic`.
+        asked_at: time of the opening, of the last request for a turn or a count, or of its reply, or of the last
+            reward, in seconds of `time.monotonic`.
         unanswered: errors of the run, by digest of the request that failed with them. With any, the trajectory is
             undecided, whatever its rewards. Refused requests are the agent's mistakes and are not included.
         ended: set when the session has ended.
@@ -155,7 +155,8 @@ class AgentSession:
             SessionEnded: the session has ended, or ends meanwhile.
             RefusedRequest: a field is wrong, the idempotency key belongs to another request, the prompt leaves no room
                 in the context, or the session has too many turns.
-            EngineLost, DeadlineExceeded: the turn failed; the client may try again.
+            EngineLost, DeadlineExceeded: the turn failed or took too long (`gateway.turn_seconds`); the client may try
+                again.
         """
         if self.state == "ended" and (known := self._keyed.get(attempt.key)) and known[0] == digest_of(request):
             self.retries += 1
@@ -363,7 +364,7 @@ def digest_of(request: ChatRequest) -> bytes:
 
 
 def shown(session: AgentSession) -> dict[str, Any]:
-    """State of a session as JSON, for ``GET /sessions/ID``."""
+    """State of a session as JSON, for ``GET /sessions/ID``: its nodes with tokens, its samples, rewards and counts."""
     segments = session.session.forest.segments
     nodes = [
         {

@@ -105,7 +105,7 @@ class SessionTable:
 
 
 class Opened(Record, frozen=True, tag=True):
-    """First line of a session's file."""
+    """First line of a session's file. `created`: Unix time in seconds; `about`: the task."""
 
     id: str
     key: str
@@ -189,7 +189,7 @@ class RecordedSessions:
     def load(self) -> SessionTable:
         """Restore the sessions of earlier processes from the folder; returns the table, to which the caller adds new
         ones. An incomplete last line is removed from its file. Of ended sessions, the newest 64 are restored; of the
-        others, only the keys are read. Files that are no record of a session are named in `set_aside`."""
+        others, only the keys are read. Files that cannot be restored are named in `set_aside`, with the reason."""
         ended = list[tuple[int, Path]]()
         for path in sorted(self._folder.glob("*.jsonl")):
             with self._setting_aside(path):
