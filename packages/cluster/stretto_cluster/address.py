@@ -27,8 +27,10 @@ PATIENCE_SECONDS = 120.0
 
 
 class JoinFile(Record, frozen=True):
-    """Content of ``join.json``: addresses and token of a run, for machines that can read its folder, and for `stretto
-    scale`."""
+    """Content of ``join.json``: addresses and token of a run, for machines that can read its folder. `control`: for
+    `stretto scale`, on the run's own machine. `patience`: seconds for a reply to it. `tls`: folder of certificates.
+    `before`: addresses of earlier conductors. `superseded`: epoch of a newer conductor, of a copy of the folder; 0:
+    none."""
 
     run: str
     token: str
@@ -41,10 +43,10 @@ class JoinFile(Record, frozen=True):
 
 
 def read_join_file(folder: Path) -> JoinFile:
-    """Read the join file of a run.
+    """Read the join file of a run. After the run has ended, it has no addresses.
 
     Raises:
-        RecipeError: the run is not running, or this user cannot read the file.
+        RecipeError: the file is missing or damaged, or this user cannot read it.
     """
     try:
         return msgspec.json.decode((folder / JOIN).read_bytes(), type=JoinFile)

@@ -121,7 +121,8 @@ class _Seat:
 
 @dataclass
 class _RoleLog:
-    """The log of a role, in whatever place it runs. `told`: bytes of it that were sent to the conductor."""
+    """The log of a role, in whatever place it runs. `told`: bytes of it that were sent to the conductor. `decoder`:
+    keeps the beginning of a character."""
 
     told: int
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))  # keeps a part of a letter
@@ -136,7 +137,7 @@ async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Eve
 
     Raises:
         HandshakeRefused: the run refuses this machine: another token, run or release.
-        MachineLost: no gate was found for `offer.patience` seconds.
+        MachineLost: no run was joined, with its model, for `offer.patience` seconds.
         RecipeError: an address or a certificate is invalid.
     """
     here = socket.gethostname()
@@ -172,7 +173,8 @@ async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Eve
 
 @dataclass
 class _Session:
-    """One connection to the gate, from the handshake to its end."""
+    """One connection to the gate, from the handshake to its end. `held`: descriptors of the locks of `folder` and
+    `memory` (of the weights). `seats`: empty before the model is here. `logs`: by name, of all roles that ran here."""
 
     offer: Offer
     terms: RunTerms
@@ -225,7 +227,8 @@ class _Session:
 
     async def work(self, leave: asyncio.Event) -> Dismissed | str:
         """Carry out the conductor's orders until it dismisses the machine (returns the dismissal), or the connection is
-        lost (returns the reason as text). All roles have ended by then, and the temporary folders are removed."""
+        lost (returns the reason as text). All roles have ended by then, and the temporary folders are removed. `leave`,
+        once set, asks the conductor for a dismissal, and ends this after 30 s without one."""
         tasks: list[asyncio.Future[object]] = [
             asyncio.ensure_future(work)
             for work in (

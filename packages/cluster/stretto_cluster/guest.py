@@ -215,8 +215,9 @@ class GuestEngine(HttpEngine):
 
 
 def _are_possible(segments: Sequence[Segment], vocabulary: int) -> bool:
-    """Whether all tokens of sampled segments are of the vocabulary, each with a finite log-probability of 0 at most.
-    The segments are compared together, because a call of NumPy costs as much as a thousand tokens."""
+    """Whether all tokens of sampled segments are of the vocabulary, each with a finite log-probability of 0 at most
+    (0.001 for rounding). The segments are compared together, because a call of NumPy costs as much as a thousand
+    tokens."""
     parts = [(memoryview(one.columns), _ID * one.length) for one in segments if one.length]
     if not parts:
         return True

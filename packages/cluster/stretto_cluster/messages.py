@@ -34,8 +34,9 @@ AGENTS_TLS = "(the agent's folder of certificates)"
 
 
 class Join(Record, frozen=True, tag=True):
-    """A machine offers places for roles. `run`: the run that it had joined before, "" at first. `served`: tenure of the
-    newest conductor that it has served, None at first."""
+    """A machine with `gpus` GPUs (0: unknown) offers `count` places for roles of a `kind`, "engine" or "rank".
+    `release`: of stretto. `run`: the run that it had joined before, "" at first. `served`: tenure of the newest
+    conductor that it has served, None at first."""
 
     kind: Name  # "engine" or "rank"
     host: Name  # host name, for display
@@ -72,8 +73,10 @@ class Answer(Record, frozen=True, tag=True):
 
 
 class RunTerms(Record, frozen=True, tag=True):
-    """Terms of the run for a machine: where its weights are served, and the time limits. `lease`: seconds of silence
-    after which each side gives up the other; `hung`: seconds without a heartbeat after which a role is killed."""
+    """Terms of the run for a machine: where its weights are served, and time limits in seconds. `lease`: of silence,
+    after which each side gives up the other; `hung`: without a heartbeat of a role, which is then killed; `pull`:
+    without a byte of a pull, which then fails. `mailbox`: name of the weight files. `size`: bytes of a version.
+    `published`: newest one, or -1."""
 
     run: str
     mailbox: str  # name of the run's weight files in shared memory

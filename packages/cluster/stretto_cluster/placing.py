@@ -59,7 +59,7 @@ class PlaceAgents(Record, frozen=True, tag=True):
 
 
 class AgentsPlaced(Record, frozen=True, tag=True):
-    """Reply to `PlaceAgents`: the Ray node (short id) of each running agent, in no order."""
+    """Reply to `PlaceAgents`: the Ray node (short id) of each agent that replied, in no order."""
 
     nodes: tuple[str, ...]
     number: int = 0

@@ -49,7 +49,7 @@ class AgentHost:
     own. If the agent dies, the actor exits and Ray restarts both.
 
     If the agent ends through a user's mistake (certificates of the node, the token), the actor itself restarts it after
-    `pause` seconds, doubled each time. Ray would restart it without a pause.
+    `pause` seconds, doubled each time up to a minute. Ray would restart it without a pause.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], pause: float = _MISTAKE_SECONDS) -> None:
@@ -175,7 +175,8 @@ class RayPlacer:
             raise RecipeError([Problem(f"cluster.ray: {spec.address!r}", found, START_RAY)]) from None
 
     def place(self, order: PlaceAgents) -> AgentsPlaced:
-        """Bring the numbers of agents to those of the order: release dismissed ones, start missing ones.
+        """Bring the numbers of agents to those of the order: release dismissed ones, start missing ones. Returns the
+        nodes of all that reply.
 
         Raises:
             RecipeError: the cluster lacks resources for more.

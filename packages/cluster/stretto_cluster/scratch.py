@@ -90,9 +90,9 @@ def link_first(sources: Iterable[Path], target: Path) -> None:
 
 @contextlib.contextmanager
 def in_turn(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock of the file `path`, which only one process of the machine has at a time (context manager).
-    `waiting` is called repeatedly until the lock is taken, and may raise. If the lock file cannot be opened (another
-    user's, say), nothing is locked."""
+    """Hold the lock of the file `path`, which only one process of the machine has at a time (context manager); the file
+    is created, and removed afterwards. `waiting` is called repeatedly until the lock is taken, and may raise. If the
+    lock file cannot be opened (another user's, say), nothing is locked."""
     while True:
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

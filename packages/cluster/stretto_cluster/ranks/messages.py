@@ -15,7 +15,8 @@ RANK_KEY = "STRETTO_RANK_KEY"
 
 class RankSpec(Record, frozen=True):
     """Arguments of the process of rank 1, 2, ...: the address of rank 0, and settings that differ between machines.
-    Rank 0 sends the other settings after the rank has joined.
+    Rank 0 sends the other settings after the rank has joined. `hung`: seconds without its heartbeat after which the
+    rank ends. `model`, `reference`: folders on this machine; None: as rank 0.
 
     The key is in the environment variable `RANK_KEY`, because other users of a machine can read command lines.
     """

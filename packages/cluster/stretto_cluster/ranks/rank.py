@@ -62,7 +62,7 @@ class RankOrders:
             MachineLost: rank 0 cannot be reached.
             HandshakeBroken: it closed the connection before an answer.
             HandshakeRefused: the key or the certificate is of another trainer, or rank 0 refuses this rank.
-            DeadlineExceeded: rank 0 did not reply within 30 seconds.
+            DeadlineExceeded: rank 0 did not reply in time (10 seconds to connect, 30 to the handshake).
         """
         threading.Thread(target=asyncio.run, args=(self._listen(),), name="orders", daemon=True).start()
         wire, _ = self._joined.result()
@@ -81,7 +81,7 @@ class RankOrders:
         """Send rank 0 the reason why this rank ends; waits at most two seconds.
 
         Raises:
-            ConductorGone: rank 0 is gone, or does not read.
+            ConductorGone: rank 0 was not joined, is gone, or does not read.
         """
         if not self._joined.done() or self._joined.exception() is not None:
             raise ConductorGone

@@ -286,7 +286,7 @@ class WeightsServerSpec(Record, frozen=True):
 
     `folder`: that of the publications. `model`: that of version 0. `address`: ``host:port`` to listen at. `key_file`:
     file with the key, because all users of a machine can read a command line. `tls`: folder with ``ca.pem``,
-    ``cert.pem`` and ``key.pem``; None: no encryption.
+    ``cert.pem`` and ``key.pem``; None: no encryption. `reference`: folder of the reference policy, if it has its own.
 
     Example: ``WeightsServerSpec("a1b2", "/dev/shm", "runs/first/policy/v000000", "0.0.0.0:8400", "/tmp/s/key")``
     """
