@@ -19,7 +19,8 @@ LARGEST_LOGPROB = 1e-3  #: 0, plus a rounding error
 
 class TextCompletion(Record, frozen=True):
     """One sampled completion. `text`: without special tokens. `logprobs`: log-probability of each token under the
-    distribution that it was sampled from.
+    distribution that it was sampled from. `versions`: of the weights, one for each token. `interrupted`: number of
+    updates meanwhile.
 
     Example::
 
@@ -76,8 +77,8 @@ def check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
         place: name of the argument, for messages.
 
     Raises:
-        DataError: a log-probability is above 0 or NaN, a token id or version is negative, or the tokenizer is another
-            one.
+        DataError: a log-probability is above 0 (0.001 for rounding) or NaN, a token id or version is negative, or the
+            tokenizer is another one.
     """
     if odd := [one for one in turn.logprobs if not one <= LARGEST_LOGPROB]:  # also finds NaN
         raise DataError([Problem(place, f"a log-probability of {odd[0]}", AS_RETURNED)])

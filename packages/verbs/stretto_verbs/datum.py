@@ -27,9 +27,9 @@ Factors = tuple[float, ...] | tuple[tuple[float, ...], ...]
 class Datum:
     """One sequence to train on: the tokens that the model reads, and the target token that should follow each.
 
-    A position with weight 0 does not count in the loss. For distillation, each position may have K targets (the
-    teacher's most likely tokens): then targets and weights are rows of K, and the loss must be "cross_entropy" or a
-    function.
+    A position with weight 0 does not count in the loss. Empty `weights` are all 1, an empty `staleness` (in versions)
+    is 0. For distillation, each position may have K targets (the teacher's most likely tokens): then targets and
+    weights are rows of K, and the loss must be "cross_entropy" or a function.
 
     Example::
 
@@ -106,7 +106,8 @@ Data = Batch | Sequence[Datum]
 @dataclass(frozen=True)
 class Forward:
     """Result of `Trainer.forward` and `forward_backward`: log-probabilities under the policy before the step, the loss
-    (NaN for `forward`), and metrics (docs/reference/metrics.md). `forward` gives no metrics.
+    (NaN for `forward`), and metrics (docs/reference/metrics.md). `forward` gives no metrics. `ids`: of the sequences,
+    in the order of `logprobs`.
 
     Example::
 

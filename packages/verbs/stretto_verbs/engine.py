@@ -68,7 +68,7 @@ CompletionSource = SourceHere | SourceApart
 
 
 class SamplingSettings(TypedDict, total=False):
-    """Keyword arguments of `Engine.sample`; all are optional."""
+    """Keyword arguments of `Engine.sample`, which describes them; all are optional."""
 
     max_tokens: int  # default 256
     temperature: float  # default 1; 0 always takes the most likely token
@@ -363,8 +363,8 @@ class LocalEngine:
         return background().call(self._source.score(tokens))
 
     def close(self) -> None:
-        """Abort all completions, and end the engine's processes; an engine in this process keeps its memory until this
-        object is deleted. Later calls raise EngineLost."""
+        """Abort all completions, and end the engine's processes, waiting for this up to 7 s; an engine in this process
+        keeps its memory until this object is deleted. Later calls raise EngineLost."""
         ending = self._end()
         if ending is not None and not background().here:
             ending.result(_END_SECONDS)

@@ -237,7 +237,7 @@ class FolderLedger(_AnyThread):
                 starts, and its reply before this returns.
 
         Raises:
-            DataError: an argument has the wrong type.
+            DataError: an argument has the wrong type, or `run` returned no text.
             CallInterrupted (`stretto.core.errors`): the program was killed during this call, or during another one of
                 this trajectory, and that call may have had its effect. Give the trajectory the reward None, or `lose`
                 the ticket.

@@ -109,7 +109,8 @@ def lora_of(given: Lora, place: str) -> LoraConfig | None:
 @dataclass(frozen=True)
 class PolicyWeights:
     """One version of a policy: copies of its parameters by name, or of its adapters. Further training does not change
-    them.
+    them. `tokenizer`: its mark (`mark_of`), "" if not known. `base`: of adapters, the marks of their base
+    (`base_marks`).
 
     Example::
 
@@ -137,8 +138,8 @@ def trainable(folder: Path, device: str) -> PreTrainedModel:
 
 
 def base_marks(folder: Path) -> dict[str, int]:
-    """Compute a mark of each weight in a model folder, by its name: a hash of its first numbers. A copy of the folder
-    in bfloat16 has the same marks. Empty for a folder in float16, which rounds otherwise.
+    """Compute a mark of each weight with one or two axes in a model folder, by name: a hash of its first numbers. A
+    copy of the folder in bfloat16 has the same marks. Empty for a folder in float16, which rounds otherwise.
 
     Adapters are the difference to a base: beside another one, such as the model before its fine-tuning, they are
     another policy, though shapes and tokenizer are the same.

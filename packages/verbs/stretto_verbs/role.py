@@ -24,8 +24,8 @@ from stretto_verbs.trainer_apart import UNDO, TrainerArguments, TrainerCall, rec
 
 def serve(connection: Connection) -> None:
     """Create a trainer from the first message, then carry out one method call per message. Each is answered by a
-    `CallResult`; an error of a call is part of it. Returns once the caller closes the connection, or if the trainer
-    cannot be created."""
+    `CallResult`; an error of a call is part of it. The call `UNDO` takes back the last gradient. Returns once the
+    caller closes the connection, or if the trainer cannot be created."""
     trainer: LocalTrainer | None = None
     before: Gradient = []
     while True:

@@ -166,8 +166,8 @@ class TrainerApart:
         self._call("export", _place(folder, "export"), adapters_only=adapters_only)
 
     def close(self) -> None:
-        """End the process, and release the locks of the folders that it has saved to. Later calls raise
-        StrettoError."""
+        """End the process, and release the locks of the folders that it has saved to. Later calls raise StrettoError.
+        Raises DeadlineExceeded if SIGKILL does not end it."""
         self._ended = self._ended or StrettoError("the trainer is closed; make another one")
         if (ending := self._end()) is not None:
             ending.result(2 * _GRACE_SECONDS + 5)
