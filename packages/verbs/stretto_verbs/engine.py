@@ -364,7 +364,7 @@ class LocalEngine:
 
     def close(self) -> None:
         """Abort all completions, and end the engine's processes, waiting for this up to 7 s; an engine in this process
-        keeps its memory until this object is deleted. Later calls raise EngineLost."""
+        keeps its memory until this object is deleted. Later calls raise EngineLost; a second `close` does nothing."""
         ending = self._end()
         if ending is not None and not background().here:
             ending.result(_END_SECONDS)

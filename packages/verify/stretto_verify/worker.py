@@ -61,7 +61,7 @@ class Worker:
 
     def _ask(self, request: bytes, seconds: float) -> bytes:
         """Send a request, to a new process if there is none, and return the reply line. b"" if it does not come within
-        `seconds`, b"?" if the process has ended."""
+        `seconds`, b"?" if the process has ended; it is killed in neither case."""
         process = self._start()
         assert process.stdin is not None
         assert process.stdout is not None

@@ -244,6 +244,7 @@ class WorkflowGroups:
         pool: must have been started.
         open_session: opens the session that records the turns.
         questions: chats and further fields of the rows.
+        services: the run's reward, renderings and limits, for the workflows.
     """
 
     pool: WorkflowPool

@@ -157,7 +157,7 @@ def _made_up_tokens(lengths: Sequence[int]) -> tuple[Tensor, LossTokens]:
 
 def _column(name: str, found: object, tokens: int, dtype: torch.dtype) -> Iterator[str]:
     """Yield the fault, if any, of the result `found` called `name`: it should be a tensor of one finite number, or
-    bool, for each of the `tokens` tokens. `dtype`: a bool or a floating-point dtype."""
+    bool, for each of the `tokens` tokens. `dtype`: bool if it should be bools, else a floating-point dtype."""
     if not isinstance(found, Tensor):
         yield f"{name} is {type(found).__name__}, and not a tensor"
     elif found.shape != (tokens,):

@@ -28,8 +28,8 @@ _REMEDY = "copy or download the folder again"
 @torch.no_grad()
 def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) -> None:
     """Allocate the parameters and buffers of `inside` on `device`, and fill them from the folder of `model` (its
-    `name_or_path`). `inside` is a part of `model`, or contains it. Adapters are not filled; parameters that do not
-    belong to `model` are set to zero; buffers that are not saved are computed.
+    `name_or_path`). `inside` is a part of `model`, or contains it. Adapters are allocated and not filled; parameters
+    that do not belong to `model` are set to zero; buffers that are not saved are computed.
 
     Raises:
         ModelFolderError: the folder lacks a weight, or holds numbers that are not finite.
@@ -58,7 +58,7 @@ def fill(model: PreTrainedModel, inside: nn.Module, device: torch.device | str) 
 @torch.no_grad()
 def draw_adapters(model: nn.Module) -> None:
     """Initialise adapters that were added to a model on the meta device, with the same numbers as `adapt`. Each rank
-    draws one full A at a time, and keeps the rows of its shard."""
+    draws one full A at a time, and keeps the rows of its shard. B is zero."""
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(SEED)
         for layer in adapted_layers(model).values():

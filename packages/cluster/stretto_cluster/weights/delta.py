@@ -232,7 +232,8 @@ def _head(delta: memoryview) -> tuple[DeltaHead, int]:
 
 
 def _encoded(before: Elements, after: Elements) -> tuple[npt.NDArray[np.uint8], Elements]:
-    """Encode the changed elements of a piece: distances minus one, and new values."""
+    """Encode the changed elements of a piece: distances minus one (a byte each), and new values. Longer gaps are
+    bridged by unchanged elements."""
     steps = np.diff(np.flatnonzero(before != after), prepend=-1) - 1
     fillers = steps // _STEP
     distances = np.full(len(steps) + fillers.sum(), _STEP - 1, np.uint8)

@@ -206,8 +206,8 @@ class GatewayApp(ChatServer):
 
 
 def opened(session: AgentSession, address: str) -> dict[str, Any]:
-    """Reply to ``POST /sessions``, as JSON: id, key, base URL, model and task. `address`: address of the gateway,
-    ``http://host:port``."""
+    """Reply to ``POST /sessions``, as JSON: `id`, `api_key`, `base_url`, `model` and `task`. `address`: address of the
+    gateway, ``http://host:port``."""
     base, model = f"{address}/s/{session.key}/v1", session.model.name
     return {"id": session.id, "api_key": session.key, "base_url": base, "model": model, "task": session.about}
 

@@ -146,7 +146,8 @@ def _remove(folder: Path) -> None:
 
 
 def _remove_orphans(parent: Path) -> None:
-    """Remove the groups in the folder `parent` whose creator was killed."""
+    """Remove the groups in the folder `parent` whose creator, a process id in their name, has ended. Errors are
+    ignored."""
     for folder in parent.glob(f"{_PREFIX}*-*"):
         owner = folder.name.removeprefix(_PREFIX).partition("-")[0]
         if owner.isdecimal() and not Path(f"/proc/{owner}").exists():

@@ -132,8 +132,8 @@ def _reopen(name: str) -> None:
 
 def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
     """Run the program of a task (see `perform`) between its `before` and `after` parts, in one module called `name`;
-    return the module's names. Each part is compiled separately, so that ``from __future__`` imports work in the
-    program's first line."""
+    return the module's names. Errors of the program are raised. Each part is compiled separately, so that ``from
+    __future__`` imports work in the program's first line."""
     module = type(sys)(name)
     sys.modules[name] = module
     for part, file in (("before", "before.py"), ("source", "program.py"), ("after", "after.py")):

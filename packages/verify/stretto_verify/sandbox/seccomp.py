@@ -154,7 +154,7 @@ def _refuse(number: int) -> _Line:
 
 
 def _unless(*values: int) -> list[_Line]:
-    """Instructions that refuse these values of an argument."""
+    """Instructions that refuse (EPERM) a loaded argument with one of these `values`, and pass on with any other."""
     return [line for value in values for line in ((JUMP_EQUAL, 0, 1, value), _refuse(errno.EPERM))]
 
 

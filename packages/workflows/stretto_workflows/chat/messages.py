@@ -135,8 +135,8 @@ class SampledTurn(Record, frozen=True):
 
 
 class Match(enum.Enum):
-    """Degree to which two messages match, from best to worst. EQUAL_AS_JSON: the arguments of calls differ in spelling
-    only."""
+    """Degree to which two messages match, from best to worst: EQUAL, EQUAL_AS_JSON (the arguments of calls differ in
+    spelling only), DIFFERENT."""
 
     EQUAL = "equal"
     EQUAL_AS_JSON = "equal as JSON"

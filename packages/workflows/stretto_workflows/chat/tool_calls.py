@@ -47,7 +47,7 @@ class Parsed:
 
 
 class CallForm(Protocol):
-    """Syntax of tool calls in one family of models (Protocol)."""
+    """Syntax of tool calls in one family of models: parses, writes and (by a grammar) enforces them (Protocol)."""
 
     def parse(self, text: str, name: NameCall) -> Parsed:
         """Parse the calls in a message. Without calls, or with a malformed one, the whole message is text. `name`:

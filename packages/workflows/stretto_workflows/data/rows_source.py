@@ -86,7 +86,8 @@ def questions(source: RowsSource) -> tuple[list[Question], list[Question], list[
 
 
 def _numbered(source: RowsSource) -> Iterator[tuple[str, tuple[int, Any]]]:
-    """The first `source.rows` rows (None: all) as (place, (number from 1, function that parses the row))."""
+    """The first `source.rows` rows (None: all) as (place, (number from 1, function without arguments that parses the
+    row)); the place is for messages, such as "rows.jsonl:7"."""
     numbered = ((where, (number, row)) for number, (where, row) in enumerate(rows_of(source), start=1))
     return islice(numbered, source.rows)
 
