@@ -58,7 +58,7 @@ _FIRST = asyncio.FIRST_COMPLETED
 class Cluster(Machines):
     """Machines of a run, made by `cluster_of`. The pool `engines` grows and shrinks by `stretto scale`, and as machines
     come and go. `identity`: name and token of the run, as a join file without addresses; `report` gets sentences for
-    the log."""
+    the log. `tenure` identifies this conductor among those of the run."""
 
     plan: Plan
     folder: RunFolder

@@ -35,14 +35,14 @@ from stretto_report.reading.inspection import inspect_run
 
 
 class RunOutcome(Record, frozen=True):
-    """Result of a finished run. `seconds`: from the first admitted prompt to the last update; rates are over this
-    time."""
+    """Result of a finished run. `seconds`: from the first admitted prompt to the last update; rates are over this time.
+    `accuracy`: held-out accuracy of the last version. `trajectories`: trained ones."""
 
     seed: int
     digest: str
-    accuracy: float  # held-out accuracy of the last version
+    accuracy: float
     seconds: float
-    trajectories: int  # trained trajectories
+    trajectories: int
     trained_tokens: int
     generated_tokens: int
     recomputed_tokens: int
@@ -169,11 +169,11 @@ Say = Callable[[str], None]
 @dataclass
 class StudyProgress:
     """State of a study's runs, by the digest of a run: outcomes of the finished ones, and why the others failed. Runs
-    that were stopped are in neither."""
+    that were stopped are in neither. `exit_code`: 128 + the signal that stopped the study, or 1 if runs have failed."""
 
     finished: dict[str, RunOutcome] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    exit_code: int = 0  # 128 + the signal that stopped the study, or 1 if runs have failed
+    exit_code: int = 0
 
 
 async def conduct(

@@ -83,12 +83,13 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """A validated study. Example: ``load_study(Path("staleness.toml"), seeds=3)``"""
+    """A validated study. `text`: content of its file. `target`: held-out accuracy to reach. Example:
+    ``load_study(Path("staleness.toml"), seeds=3)``"""
 
     name: str
-    text: str  # content of the study file
+    text: str
     cells: tuple[Cell, ...]
-    target: float | None = None  # held-out accuracy to reach
+    target: float | None = None
 
     @property
     def digest(self) -> str:

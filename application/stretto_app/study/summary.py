@@ -19,12 +19,13 @@ class CellSummary(Record, frozen=True):
 
     `accuracy`: held-out accuracy of the last version. `accuracy_at_clock`: the newest one when the study's quickest run
     ended. `seconds_to_target`: None unless every run has reached the study's target. `reached`: number of runs that
-    have reached it.
+    have reached it. `seeds`: number of planned runs. `wasted`, `recomputed`: tokens per generated token. `failed`:
+    reason, by digest.
     """
 
     name: str
     labels: Mapping[str, str]
-    seeds: int  # planned runs
+    seeds: int
     accuracy: Interval | None
     accuracy_at_clock: Interval | None
     seconds: Interval | None
@@ -39,17 +40,18 @@ class CellSummary(Record, frozen=True):
     by_step: tuple[CurvePoint, ...]
     by_clock: tuple[CurvePoint, ...]
     runs: tuple[RunOutcome, ...]
-    failed: Mapping[str, str]  # reason, by digest
+    failed: Mapping[str, str]
 
 
 class StudyResult(Record, frozen=True):
     """Result of a study so far. `clock`: time of the quickest run, in seconds of reinforcement learning; None before a
-    run has finished. `intervals`: what the intervals of the cells are, in words."""
+    run has finished. `intervals`: what the intervals of the cells are, in words. `trajectories`: trained in each run.
+    `steps`: training steps of the first cell."""
 
     study: str
     digest: str
-    trajectories: int  # trained in each run
-    steps: int  # training steps of the first cell
+    trajectories: int
+    steps: int
     clock: float | None
     target: float | None
     intervals: str

@@ -125,7 +125,7 @@ class _RoleLog:
     keeps the beginning of a character."""
 
     told: int
-    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))  # keeps a part of a letter
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: _UTF8("replace"))
 
 
 async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Event, spawner: Spawner = FRESH) -> str:
@@ -182,11 +182,11 @@ class _Session:
     say: Callable[[str], None]
     spawner: Spawner
     folder: Path
-    memory: Path  # holds the weights
+    memory: Path
     held: tuple[int, int]  # descriptors of locks that keep folder and memory from being removed
     sweeper: subprocess.Popen[bytes]
-    seats: list[_Seat] = field(default_factory=list)  # empty until the model is here
-    logs: dict[str, _RoleLog] = field(default_factory=dict)  # of all roles that have run here, by their names
+    seats: list[_Seat] = field(default_factory=list)
+    logs: dict[str, _RoleLog] = field(default_factory=dict)
     clock_offset: float = 0.0
     _round_trips: list[tuple[float, float]] = field(default_factory=list)
     _wanted: int = -1

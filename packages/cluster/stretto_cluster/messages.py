@@ -38,10 +38,10 @@ class Join(Record, frozen=True, tag=True):
     `release`: of stretto. `run`: the run that it had joined before, "" at first. `served`: tenure of the newest
     conductor that it has served, None at first."""
 
-    kind: Name  # "engine" or "rank"
+    kind: Name
     host: Name  # host name, for display
-    count: Count  # places
-    release: Name  # of stretto
+    count: Count
+    release: Name
     run: Name = ""
     served: Tenure | None = None
     gpu: bool = False  # whether it has a GPU

@@ -69,7 +69,8 @@ CREATE INDEX IF NOT EXISTS checkpoints_of_model ON checkpoints (model);
 class Asked:
     """A recorded request. Its *lane* is the model or the sampler that it is for (an id); `seq` is its number in the
     lane. `owner`: id of the client. `kind`: what is requested. `body`: None where it is not kept, or not read. `state`:
-    `QUEUED`, `DONE`, `FAILED` or `FORGOTTEN`, which has no result any more."""
+    `QUEUED`, `DONE`, `FAILED` or `FORGOTTEN`, which has no result any more. `form`: encoding of the result, `PROTO` or
+    `JSON`. `proof`: checksum of the weights after a step."""
 
     id: str
     lane: str
@@ -79,8 +80,8 @@ class Asked:
     body: bytes | None
     state: str = QUEUED
     result: bytes | None = None
-    form: str | None = None  # encoding of the result, `PROTO` or `JSON`
-    proof: str = ""  # checksum of the weights after a step
+    form: str | None = None
+    proof: str = ""
 
 
 @dataclass(frozen=True)

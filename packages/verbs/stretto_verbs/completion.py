@@ -33,8 +33,8 @@ class TextCompletion(Record, frozen=True):
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     stop_reason: str  # "stop": it ended with a stop token or text; "length": it was cut off at max_tokens
-    versions: tuple[int, ...] = ()  # version of the weights that sampled each token
-    interrupted: int = 0  # number of weight updates while it was sampled
+    versions: tuple[int, ...] = ()
+    interrupted: int = 0
     top_logprobs: tuple[Likeliest, ...] = ()  # most likely tokens at each position, if they were requested
     tokenizer: str = ""  # mark of the engine's tokenizer; "": not known
 

@@ -122,7 +122,7 @@ class PolicyWeights:
     version: int
     tensors: Mapping[str, Tensor] = field(repr=False)
     tokenizer: str = ""  # hash of the tokenizer's vocabulary (`completion.mark_of`); "": not known
-    base: Mapping[str, int] = field(default_factory=dict, repr=False)  # of adapters: marks of their base (`base_marks`)
+    base: Mapping[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def bytes(self) -> int:

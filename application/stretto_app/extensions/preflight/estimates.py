@@ -35,13 +35,14 @@ _LESS_DISK = {
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes of host memory that the roles of a run need on this machine, and bytes available."""
+    """Bytes of host memory that the roles of a run need on this machine, and bytes available. `rank`: memory of each
+    rank, on its GPU, or on the CPU, where `trainer` includes it."""
 
     trainer: int
     engines: int
     others: int
     available: int
-    rank: RankMemory  # memory of each rank: on its GPU, or on the CPU, where `trainer` includes it
+    rank: RankMemory
 
     @property
     def total(self) -> int:

@@ -25,7 +25,7 @@ class RankSpec(Record, frozen=True):
     host: str
     port: int
     threads: int
-    hung: float = 10.0  # seconds without a heartbeat of rank 0 after which the rank ends
+    hung: float = 10.0
     gpu: int = 0  # index of its GPU among the visible GPUs
     model: str | None = None  # the model folder on this machine; None: the same path as rank 0's
     reference: str | None = None  # `algorithm.reference.path` on this machine; None: the same path as rank 0's

@@ -297,7 +297,7 @@ class WeightsServerSpec(Record, frozen=True):
     address: str
     key_file: str
     tls: str | None = None
-    reference: str | None = None  # folder of the reference policy, if it has one of its own
+    reference: str | None = None
 
 
 def main(arguments: list[str]) -> int:

@@ -116,7 +116,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
-    """Body of POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions. Unknown fields are ignored."""
 
     messages: Annotated[list[ChatMessageBody], Meta(min_length=1)]
     max_completion_tokens: MostTokens | None = None

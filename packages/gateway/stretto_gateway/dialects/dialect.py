@@ -23,12 +23,12 @@ _IN_CONTEXT = frozenset({"prompt_token_ids", "sampling.max_tokens", "messages"})
 @dataclass(frozen=True)
 class TokenCount:
     """Kind of request that counts the tokens of a prompt. `parse` decodes a body (RefusedRequest for a wrong field),
-    `reply` encodes the number."""
+    `reply` encodes the number as a JSON body."""
 
     path: str
     body: type[msgspec.Struct]  #: record type of the body, for the description of the interface
-    parse: Callable[[bytes], ChatRequest]  #: decodes a body; raises RefusedRequest for a wrong field
-    reply: Callable[[int], bytes]  #: encodes the number of tokens as a JSON body
+    parse: Callable[[bytes], ChatRequest]
+    reply: Callable[[int], bytes]
 
 
 class Dialect(Protocol):

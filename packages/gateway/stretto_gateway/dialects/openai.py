@@ -203,9 +203,9 @@ class ChoiceDialect(OpenAIDialect):
 
     path: str
     body: type[msgspec.Struct]
-    prefix: str  #: prefix of a reply's id
-    object: str  #: field `object` of a whole reply
-    chunk: str  #: field `object` of an event
+    prefix: str
+    object: str
+    chunk: str
 
     @abstractmethod
     def parse(self, body: bytes) -> Request:

@@ -45,20 +45,20 @@ _SESSION = re.compile(r"/sessions/(?P<id>[^/]+)(?P<rest>/reward|/end|)")
 
 
 class OpenBody(msgspec.Struct, frozen=True):
-    """Body of POST /sessions."""
+    """Body of POST /sessions. `task`: of the session; not used in a run, whose sessions have its own tasks."""
 
     task: dict[str, Any] = {}
 
 
 class RewardBody(msgspec.Struct, frozen=True):
-    """Body of POST /sessions/ID/reward."""
+    """Body of POST /sessions/ID/reward: of the turn with the node id `node`; None: of the trajectory."""
 
     reward: float
     node: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
 class EndBody(msgspec.Struct, frozen=True):
-    """Body of POST /sessions/ID/end."""
+    """Body of POST /sessions/ID/end. `failed`: why the agent failed; "": it has not."""
 
     failed: str = ""
 

@@ -98,7 +98,8 @@ class RecordedTrajectory:
 @dataclass(frozen=True)
 class RecordedGroup:
     """One attempt at a prompt, with its trajectories. Its id is ``epoch.prompt.attempt``; the first attempt is 0.
-    `members`: number of trajectories that were issued."""
+    `members`: number of trajectories that were issued. `max_staleness`, `max_in_flight` (groups): bounds in force when
+    it was admitted."""
 
     id: str
     prompt: str
@@ -106,8 +107,8 @@ class RecordedGroup:
     attempt: int
     members: int
     admitted_version: int
-    max_staleness: float  # bound in force when it was admitted
-    max_in_flight: float  # bound on groups in flight, in force when it was admitted
+    max_staleness: float
+    max_in_flight: float
     trajectories: tuple[RecordedTrajectory, ...]
 
 
@@ -115,7 +116,8 @@ class RecordedGroup:
 class RecordedStep:
     """A training step. `version`: that of the policy before the step. `batch`: group ids in order, each with its
     trained members. `oldest_trainable`: tokens of older versions are masked. `own_oldest`: the same by group id, for
-    groups whose value differs from the step's. `published_version`: None: not published."""
+    groups whose value differs from the step's. `published_version`: None: not published. `trajectories`,
+    `trained_tokens`, `masked_tokens`: numbers."""
 
     step: int
     version: int

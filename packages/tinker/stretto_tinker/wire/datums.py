@@ -45,14 +45,15 @@ class Datum:
 @dataclass(frozen=True)
 class Job:
     """A decoded request for a forward pass (`forward_only`), or a forward and a backward pass. `seq_id`: number of the
-    request for its model. `loss`: name of the loss. `config`: its settings, as the client sent them."""
+    request for its model. `loss`: name of the loss. `config`: its settings, as the client sent them. `data`: protobuf
+    messages `Datum`."""
 
     model_id: str
     seq_id: int
     loss: str
     config: Mapping[str, float | str]
     forward_only: bool
-    data: tuple[Any, ...]  # protobuf messages `Datum`, which `datums` decodes
+    data: tuple[Any, ...]
 
     def datums(self) -> list[Datum]:
         """Decode the sequences.

@@ -40,11 +40,11 @@ _BASE = Lane("")
 
 class Seeded(msgspec.Struct, frozen=True):
     """A request for samples as it is recorded. Its seed is drawn when it is accepted, so that a repeated computation
-    gives the same tokens."""
+    gives the same tokens. `weights`: their path, None for the base model."""
 
     sample: Sample
     seed: int
-    weights: str | None  # path of the weights, None for the base model
+    weights: str | None
 
 
 class Waiting(msgspec.Struct, frozen=True):

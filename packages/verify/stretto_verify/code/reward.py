@@ -196,11 +196,12 @@ def program_of(completion: str, tests: ProgramTests) -> Program | None:
 
 @dataclass
 class _Clock:
-    """Time that the tests of one completion have used so far. Failures of the sandbox are not charged."""
+    """Time that the tests of one completion have used so far, in CPU seconds (`computed`) and wall-clock seconds
+    (`waited`). Failures of the sandbox are not charged."""
 
     config: SandboxConfig
-    computed: float = 0.0  # CPU seconds
-    waited: float = 0.0  # wall-clock seconds
+    computed: float = 0.0
+    waited: float = 0.0
 
     @property
     def left(self) -> float:

@@ -27,7 +27,7 @@ class StdinTest(Record, frozen=True):
 
 class CallTest(Record, frozen=True):
     """A function call and its accepted results, in the form of `sandbox.values.plain`. The test passes if one of
-    `accepted` is returned.
+    `accepted` is returned. `within`: largest distance of a number from it; None: that of `same_value`.
 
     Example: ``CallTest(call="add", args=(3, 8), accepted=(11,))``
     """
@@ -35,11 +35,13 @@ class CallTest(Record, frozen=True):
     call: str
     args: tuple[Any, ...]
     accepted: tuple[Any, ...]
-    within: float | None = None  #: largest distance of a number from the accepted one; None: that of `same_value`
+    within: float | None = None
 
 
 class ProgramTests(Record, frozen=True):
-    """All tests of one question, with further source texts; `code.reward.program_of` puts them around the program."""
+    """All tests of one question, and texts that `code.reward.program_of` puts around the program: `prelude` (imports),
+    `preamble` (to the head of `entry_point`, continued by the completion), `setup` before the calls. `alike`: 1 is
+    True."""
 
     stdin: tuple[StdinTest, ...] = ()
     calls: tuple[CallTest, ...] = ()

@@ -82,17 +82,19 @@ class SandboxFailed(Exception):
 
 
 class ProgramEnd(Record, frozen=True):
-    """End of a program. `status`: its exit status, or minus the number of the signal that ended it."""
+    """End of a program. `status`: its exit status, or minus the signal that ended it. `flooded`: ended because it wrote
+    too much. `errors`: end of its standard error. `memory`: peak bytes of a process. `silent`: seconds since its last
+    output."""
 
     status: int
     timed_out: bool
-    flooded: bool  #: it was ended because it wrote too much
+    flooded: bool
     output: bytes
-    errors: bytes  #: end of its standard error
+    errors: bytes
     seconds: float
     cpu_seconds: float
-    memory: int  #: peak bytes of one of its processes
-    silent: float  #: seconds from its last output to its end
+    memory: int
+    silent: float
 
     @property
     def well(self) -> bool:

@@ -24,7 +24,7 @@ _PATIENCE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "20", "MLFLOW_HTTP_REQUEST_MAX_RETRI
 
 class MlflowRun:
     """Outlet: a run of MLflow in the experiment named by the project. A point may be sent twice: MLflow's databases
-    ignore it, because its time is the same."""
+    ignore it, because its time is the same; so `had` is empty."""
 
     had: Mapping[str, int] = {}
 

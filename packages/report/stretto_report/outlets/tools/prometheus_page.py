@@ -38,7 +38,7 @@ Series = tuple[str, Labels]
 
 class PrometheusPage:
     """Outlet: an HTTP server of one page, in a thread, from its creation to `close`. Counters cover the whole run,
-    because each process reads the run from its beginning."""
+    because each process reads the run from its beginning; so `had` is empty."""
 
     run = "prometheus"
     had: Mapping[str, int] = {}
