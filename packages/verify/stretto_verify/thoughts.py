@@ -96,5 +96,5 @@ def with_opening(completion: str, mark: str) -> str:
 
 
 def _is_quoted(text: str, start: int, end: int) -> bool:
-    """Whether a mark stands between quotation marks, and so opens no thought."""
+    """Whether the mark ``text[start:end]`` stands between quotation marks, and so opens no thought."""
     return start > 0 and end < len(text) and text[start - 1] in _QUOTES and text[end] in _QUOTES

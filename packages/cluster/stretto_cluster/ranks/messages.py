@@ -40,7 +40,7 @@ class RankSpec(Record, frozen=True):
 
 
 def environment_of(awaited: RanksAwaited) -> dict[str, str]:
-    """Environment variables that awaited ranks need."""
+    """Environment variables that awaited ranks need: `RANK_KEY` with the key."""
     return {RANK_KEY: awaited.key}
 
 

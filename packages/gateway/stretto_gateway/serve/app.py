@@ -60,7 +60,7 @@ async def _within(
 
 
 class ServeApp(ChatServer):
-    """ASGI application of `stretto serve`."""
+    """ASGI application of `stretto serve`: serves an engine to any client, without sessions."""
 
     title = "stretto serve"
 

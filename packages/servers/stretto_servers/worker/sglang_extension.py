@@ -25,7 +25,7 @@ _LOADER = "sglang.srt.model_loader.loader.DefaultModelLoader._get_weights_iterat
 
 
 def register() -> None:
-    """Entry point of the plugin: install the wrappers."""
+    """Entry point of the plugin: wrap SGLang's weights checker and the iterator over a load's tensors."""
     hooks = import_module(_HOOKS)
     hooks.HookRegistry.register(_CHECKER, handle, hooks.HookType.AROUND)
     hooks.HookRegistry.register(_LOADER, counted, hooks.HookType.AROUND)

@@ -21,7 +21,8 @@ _ADVANCE, _READBACK = (import_module(f"{_HERE}{name}") for name in ("advance", "
 
 
 class Loader:
-    """Methods added to vLLM's worker, with names that do not clash with vLLM's own."""
+    """Methods added to vLLM's worker, to load weights from a folder and to sum what is held; their names do not clash
+    with vLLM's own."""
 
     model_runner: Any
 

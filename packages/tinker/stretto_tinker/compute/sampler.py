@@ -189,7 +189,7 @@ class Sampler:
             self._scored_all(id, opened)
 
     def _scored_all(self, id: str, opened: _Opened) -> None:
-        """Take the prompt of a request out of those to score."""
+        """Mark the prompt of a request as scored, and take the request out of those whose prompts wait for this."""
         opened.pieces, opened.unscored, owner = None, 0, opened.wish.owner
         self._prompts[owner].remove(id)
         if not self._prompts[owner]:

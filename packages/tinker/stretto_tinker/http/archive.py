@@ -31,7 +31,7 @@ _ONE = _RUN + "/checkpoints/{kind}/{name}"
 
 
 class Archive:
-    """Handlers for checkpoints and training runs."""
+    """Handlers that list, describe, publish, download and delete checkpoints, and list training runs."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -20,7 +20,7 @@ _INLINE_BYTES = 4 << 20  # for a larger result, the reply may first tell its siz
 
 
 class Futures:
-    """Handlers that return results."""
+    """Handlers that return results of requests, waiting for them up to 25 seconds."""
 
     def __init__(self, service: Service) -> None:
         self._service = service

@@ -219,7 +219,7 @@ class _Clock:
         return seconds, min(clock_limit(seconds), self._patience)
 
     def charge(self, ended: ProgramEnd) -> None:
-        """Add the time of a run."""
+        """Add the CPU time and the wall-clock time of a run that has ended."""
         self.computed += ended.cpu_seconds
         self.waited += ended.seconds
 
