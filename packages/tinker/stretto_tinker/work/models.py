@@ -207,7 +207,7 @@ class Models:
             live.broken, live.grown = "", False
 
     def _take_effect(self, live: Live, asked: Asked) -> Pieces[tuple[bytes, str]]:
-        """Compute a request in pieces, with its effect on the model `live`; returns its result and the result's encoding."""
+        """Compute a request in pieces, and change `live` by its effect; returns its result and how that is encoded."""
         body = asked.body or b""
         if asked.kind in (FORWARD, BACKWARD):
             return (yield from self._compute(live, body)), PROTO

@@ -93,9 +93,8 @@ class Worker:
             self._record.none_computed()
 
     def crowded(self, owner: str, model: str = "", seq: int = -1) -> bool:
-        """Whether the client `owner` has so many unsettled requests that a further one is refused for the moment.
-        Always False for the request that its model needs next (`model` and `seq`), and for a model without queued
-        requests."""
+        """Whether the client `owner` has too many unsettled requests, so that a further one is refused for the moment.
+        Always False for a model without queued requests, and for the request that it needs next (`seq`)."""
         with self._wake:
             lane = self._models.get(model)
             if model and (lane is None or lane.next == seq):
