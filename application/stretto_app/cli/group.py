@@ -15,8 +15,8 @@ _SENTENCE = 1000  # characters, at most
 
 
 class Commands(TyperGroup):
-    """Command group that ends on Ctrl-C with one line and exit code 130, unless a run handles it, and that says how
-    settings are written where they were given as options, or the other way round."""
+    """Command group that ends on Ctrl-C with one line and exit code 130, unless a run handles it. Its errors for an
+    unknown option or an extra word add how the command's settings are written."""
 
     def invoke(self, ctx: Any) -> Any:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # as `heartbeat.keep_exit_codes`, without an import

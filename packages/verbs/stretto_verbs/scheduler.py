@@ -453,8 +453,8 @@ def _prompt(given: Any, number: int, tokenizer: Tokenizer | None) -> Prompt:
 
 
 def _verdict(reward: object, place: str) -> Verdict:
-    """Convert a reward: None is undecided, above 0 right, else wrong. Raises DataError for anything but a finite
-    number; `place`: for the message."""
+    """Convert a reward: None is undecided, above 0 right, else wrong. Raises DataError for anything but a number within
+    ±1e6; `place`: for the message."""
     if reward is None:
         return Verdict(Outcome.UNDECIDED, None, "not judged")
     value = _number(reward, place)

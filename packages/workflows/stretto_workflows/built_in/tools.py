@@ -202,7 +202,8 @@ class Tools(Workflow):
         self._turns = turns
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Run one trajectory; returns the reward of the last completion. `named`: number of "calls"."""
+        """Run one trajectory, in which the model calls tools until a completion has no call or the turns are used up.
+        Returns the reward of the last completion; `named` has the number of "calls"."""
         described, calls = [_DESCRIBED[name] for name in self._tools], 0
         reply = await chat.generate(tools=described)
         for _ in range(self._turns - 1):
