@@ -9,8 +9,10 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -20,7 +22,7 @@ from starlette.types import Message
 
 from stretto.core.deadlines import open_waits
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
-from stretto.core.frames import frame
+from stretto.core.frames import Unframer, frame
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.core.tasks import cancel_and_wait
 from stretto.engine.http.client import HttpEngine
@@ -29,7 +31,7 @@ from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.supervisor import RestartBudget
 from stretto.processes.tree import descendants
 from stretto_gateway.serve.app import ServeApp
-from stretto_gateway.serve.remote import RemoteEngine
+from stretto_gateway.serve.remote import RemoteEngine, Take
 from tests.asynchronous import until
 from tests.engine.byte_policy import NAME
 from tests.engine.serving import until_up
@@ -111,6 +113,28 @@ async def test_a_client_that_goes_ends_its_own_requests_alone(byte_folder: Path)
     engine.check_integrity()
 
 
+async def test_what_ends_together_comes_in_messages_for_which_a_frame_has_room(
+    byte_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = GenerateRequest("a", (97, 98), tuple(range(8)), Sampling(max_tokens=100), top_logprobs=5)
+
+    async def sampled(take: Take | None) -> dict[int, list[int]]:
+        found = dict[int, list[int]]()
+        async with asyncio.timeout(30), remote.streaming([many], take) as stream:
+            async for new in stream:
+                for progress in new:
+                    found.setdefault(progress.member, []).extend(progress.segment.token_ids)
+        return found
+
+    async with running_engine(engine_of(byte_folder)) as remote:
+        whole = await sampled(None)
+    monkeypatch.setattr("stretto.engine.http.client.Unframer", partial(Unframer, 20_000))
+    monkeypatch.setattr("stretto.engine.wire.MOST_TOKENS", 150)  # of at most 100 bytes each
+    async with running_engine(engine_of(byte_folder)) as remote:
+        assert await sampled(None) == whole
+        assert await sampled(lambda new: False) == whole, "token by token"
+
+
 async def test_who_waits_for_an_engine_is_told_that_the_server_stops(byte_folder: Path) -> None:
     async with remote_engine(engine_of(byte_folder)) as (remote, _):
         waiting = asyncio.create_task(remote.streaming([endless("a")]).__aenter__())
@@ -161,7 +185,7 @@ async def test_who_goes_with_many_prompts_costs_the_server_few_descriptors(byte_
         async with remote.streaming(many):
             before = len(os.listdir("/proc/self/fd"))
         assert len(os.listdir("/proc/self/fd")) < before + 10
-        assert engine.idle
+        await until(lambda: engine.idle, 0)
 
 
 async def test_an_engine_that_completes_requests_meanwhile_may_die_again_and_again(byte_folder: Path) -> None:
@@ -176,6 +200,31 @@ async def test_an_engine_that_completes_requests_meanwhile_may_die_again_and_aga
         await cancel_and_wait([receiving])
 
 
+@contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+
+
+async def test_what_a_client_leaves_is_aborted_as_soon_as_a_descriptor_is_free(
+    byte_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("stretto.engine.http.client._IDLE_SECONDS", 0.0)  # none is kept
+    engine, long = engine_of(byte_folder), GenerateRequest("a", (97, 98), tuple(range(500)), Sampling(max_tokens=200))
+    async with running_engine(engine) as remote:
+        with ExitStack() as full:
+            async with remote.streaming([long]):
+                full.enter_context(no_free_descriptor())
+            await asyncio.sleep(0.2)
+        async with asyncio.timeout(30):
+            await until(lambda: engine.idle, 0)
+        assert engine.health().generated < 50_000, "of 100,000"
+
+
 async def test_without_a_free_descriptor_a_client_of_the_engines_interface_is_told_to_try_again(
     byte_folder: Path,
 ) -> None:
@@ -188,14 +237,10 @@ async def test_without_a_free_descriptor_a_client_of_the_engines_interface_is_to
         sent.append(message)
 
     async with remote_engine(engine_of(byte_folder)) as (remote, _):
-        most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
-        try:
+        with no_free_descriptor():
             with pytest.raises(EngineLost, match=r"cannot be asked: .*Too many open files"):
                 await remote.health()
             await remote.pass_on({"type": "http", "method": "POST", "path": "/generate", "headers": []}, receive, send)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, most)
     assert (sent[0]["status"], b"Too many open files" in sent[1]["body"]) == (503, True)
 
 
@@ -237,10 +282,10 @@ async def test_an_engine_that_does_not_reply_in_time_is_suspected(tmp_path: Path
         with pytest.raises(DeadlineExceeded, match="the acceptance of requests"):
             async with remote.streaming([endless("a")]):
                 raise AssertionError("nothing was accepted")
-        assert len(suspected) == 2, "the request, and its abort"
+        assert suspected
         with pytest.raises(DeadlineExceeded):
             await remote.health()
-        assert len(suspected) == 3
+        await until(lambda: len(suspected) > 3, 0.01)  # the abort is tried again
         await cancel_and_wait([receiving])
 
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -89,6 +90,9 @@ def socket_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if short else "/tmp"))
 
 
+#: Most tokens of one message of a feed: 21 MB if each has its 20 top log-probabilities.
+MOST_TOKENS = 1 << 16
+
 #: The media type of all bodies.
 MSGPACK = "application/msgpack"
 
@@ -152,6 +156,17 @@ class Sampled(Record, frozen=True):
     tokens: list[NewToken]
     ended: list[Completion]
     refused: list[tuple[str, Refusal]]  # requests that ended with an error, by their ids
+
+    def parts(self) -> Iterator[Sampled]:
+        """This message, or several with the same content in the same order, so that a frame has room for each: at most
+        `MOST_TOKENS` tokens, or one completion."""
+        if len(self.tokens) + sum(completion.segment.length for completion in self.ended) <= MOST_TOKENS:
+            yield self
+            return
+        for begin in range(0, len(self.tokens), MOST_TOKENS):
+            yield Sampled(self.tokens[begin : begin + MOST_TOKENS], [], [])
+        yield from (Sampled([], [completion], []) for completion in self.ended)
+        yield Sampled([], [], self.refused)
 
 
 def split_address(address: str) -> tuple[str | None, str, int]:

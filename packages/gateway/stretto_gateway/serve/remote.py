@@ -12,7 +12,8 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
+from typing import NoReturn
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -20,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from stretto.core.engine import EngineHealth, NewToken, Progress
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, StrettoError, WireError
 from stretto.core.records import Completion, GenerateRequest
-from stretto.core.tasks import to_the_end
+from stretto.core.tasks import run_beside, to_the_end
 from stretto.engine.backend import ENDED
 from stretto.engine.http.client import HttpEngine, error_of
 from stretto.engine.http.connections import Connections
@@ -131,6 +132,8 @@ class RemoteEngine:
         self._suspect, self._progressed = suspect, progressed
         self._streams = dict[str, _TokenStream]()
         self._passed = 0  # requests in progress that `pass_on` has passed on
+        self._left = list[str]()  # ids of requests that the engine is to abort
+        self._leaving = asyncio.Event()
         self._feed = ""  # name of the newest feed
 
     @property
@@ -142,9 +145,9 @@ class RemoteEngine:
     async def streaming(
         self, requests: Sequence[GenerateRequest], take: Take | None = None
     ) -> AsyncIterator[_TokenStream]:
-        """Context manager: wait for a connection to the engine (without a deadline), submit requests, and abort those
-        that are not over at the end. It yields an iterator: without `take`, over completions that have ended. With
-        `take`, each token is passed to `take` when it arrives; if that returns False, the iterator yields it.
+        """Context manager: submit requests; those that are not over at the end of the block are aborted soon. It yields
+        an iterator over new tokens. Without `take`, it yields each completion when it has ended. With `take`, each
+        token is passed to `take` when it arrives; where that returns False, the iterator yields the token.
 
         Raises:
             RefusedRequest: the engine refuses one of the requests, and so all; the iterator may raise it too.
@@ -164,8 +167,8 @@ class RemoteEngine:
             for request in requests:
                 self._streams.pop(request.id, None)
             if stream.missing:
-                with suppress(EngineLost, DeadlineExceeded), self._call():  # a lost engine has aborted them already
-                    await self._client.abort([request.id for request in requests])
+                self._left += [request.id for request in requests]
+                self._leaving.set()
 
     async def _submit(self, requests: Sequence[GenerateRequest], *, every_token: bool) -> None:
         with self._call():
@@ -195,7 +198,7 @@ class RemoteEngine:
             while True:
                 feed = uuid.uuid4().hex
                 try:
-                    await self._receive(feed)
+                    await run_beside(self._abort(), self._receive(feed))
                 except WireError:
                     if self._feed == feed:
                         raise  # else this process has no descriptor free: a client may go
@@ -205,8 +208,23 @@ class RemoteEngine:
         finally:
             self.break_off()
 
+    async def _abort(self) -> NoReturn:
+        """Make the engine abort what clients have left, again until it has replied."""
+        while True:
+            await self._leaving.wait()
+            self._leaving.clear()
+            left, self._left = self._left, []
+            try:
+                with self._call():
+                    await self._client.abort(left)
+            except (EngineLost, DeadlineExceeded):  # it is late, or this process has no descriptor free
+                self._left += left
+                await asyncio.sleep(_AGAIN_SECONDS)
+                self._leaving.set()
+
     async def _receive(self, feed: str) -> None:
-        """Open a feed with this name and pass on what comes, until it breaks off."""
+        """Open a feed with this name and pass on what comes, until it breaks off. Its end aborts all its requests."""
+        self._left.clear()
         try:
             async for sampled in self._client.tokens(feed):
                 self._feed = feed

@@ -223,8 +223,9 @@ class NativeApp(EngineApp):
             await send({"type": "http.response.body", "body": frame(Sampled([], [], [])), "more_body": True})
             while not feed.closed:
                 tokens, ended, errors = await self._generation.next(feed)
-                message = Sampled(tokens, ended, [(request, Refusal.of(error)) for request, error in errors])
-                await send({"type": "http.response.body", "body": frame(message), "more_body": True})
+                sampled = Sampled(tokens, ended, [(request, Refusal.of(error)) for request, error in errors])
+                for message in sampled.parts():
+                    await send({"type": "http.response.body", "body": frame(message), "more_body": True})
         finally:
             watch.cancel()
             del self._feeds[name]
