@@ -75,7 +75,7 @@ EngineOverrides = Annotated[
         help="Settings of the engine, as in a recipe.",
     ),
 ]
-GatewayOverrides = Annotated[
+ServerOverrides = Annotated[
     Optional[list[str]],  # noqa: UP045 - as above
     typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Settings of [engine] and [deadlines], as in a recipe."),
 ]
@@ -229,7 +229,7 @@ def evaluate(
 @app.command()
 def serve(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder.")],
-    overrides: EngineOverrides = None,
+    overrides: ServerOverrides = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[
@@ -258,7 +258,7 @@ def serve(
 @app.command()
 def gateway(
     model: Annotated[Path, typer.Argument(metavar="MODEL_DIR", help="A Hugging Face folder with a chat template.")],
-    overrides: GatewayOverrides = None,
+    overrides: ServerOverrides = None,
     host: Annotated[
         str, typer.Option(help="Address to listen on; an address other than loopback needs --api-key.")
     ] = "127.0.0.1",

@@ -37,6 +37,7 @@ from tests.engine.byte_policy import NAME
 from tests.engine.serving import until_up
 from tests.gateway.serve.serving import (
     COMPLETIONS,
+    ROOT,
     Serving,
     asked,
     engine_of,
@@ -70,6 +71,30 @@ def test_an_engine_that_is_killed_is_replaced_and_open_streams_end_with_an_error
         out, err = running.process.communicate(timeout=30)
         assert (running.process.returncode, err) == (0, "")
         assert "engine-0 was killed by SIGKILL" in out
+
+
+@pytest.mark.parametrize(
+    ("how", "said"), [(signal.SIGSTOP, "sent no heartbeat for"), (signal.SIGUSR1, "engine-0 was killed by SIGKILL")]
+)
+def test_an_engine_that_hangs_is_killed_and_replaced_while_its_server_answers(
+    byte_folder: Path, tmp_path: Path, how: signal.Signals, said: str
+) -> None:
+    asleep = "signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))"  # its event loop, and not its heartbeat
+    (tmp_path / "sitecustomize.py").write_text(f"import signal, time\n{asleep}\n")
+    limits, path = ("deadlines.hung=1", "deadlines.load=2"), ("env", f"PYTHONPATH={tmp_path}:{ROOT}")
+    with serve_cold(byte_folder, "--name", NAME, "engine.slots=1", *limits, before=path) as running:
+        whole, url = running.post(COMPLETIONS, asked()).json()["choices"], running.url + COMPLETIONS
+        with httpx.stream("POST", url, json=asked(n=128, stream=True), timeout=30, trust_env=False) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(engine_process(running), how)
+            began = time.monotonic()
+            assert httpx.get(running.url + "/v1/models", timeout=1, trust_env=False).status_code == 200
+            assert "engine-0 ended before the completion did" in [line for line in lines if line][-1]
+            assert time.monotonic() - began < 10
+        assert running.post(COMPLETIONS, asked()).json()["choices"] == whole
+        running.process.terminate()
+        assert said in running.process.communicate(timeout=30)[0]
 
 
 def test_a_server_that_is_killed_leaves_no_engine(byte_folder: Path) -> None:

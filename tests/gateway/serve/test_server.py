@@ -25,10 +25,21 @@ from stretto.engine.http.client import HttpEngine
 from stretto.engine.wire import Refusal
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.http.asgi import LARGEST_BODY
+from stretto_gateway.serve.app import ServeApp
+from stretto_gateway.serve.remote import RemoteEngine
 from tests.asynchronous import until
 from tests.engine.byte_policy import CONTEXT, NAME, generated
 from tests.engine.serving import Mailbox
-from tests.gateway.serve.serving import CHAT, COMPLETIONS, Serving, asked, engine_of, serve_process, served_engine
+from tests.gateway.serve.serving import (
+    CHAT,
+    COMPLETIONS,
+    Serving,
+    asked,
+    engine_of,
+    serve_process,
+    served_engine,
+    served_model,
+)
 
 TOKEN_BYTES = 2 * 2 * 1 * 16 * 4  # keys and values, layers, heads, width, float32
 
@@ -301,6 +312,7 @@ async def test_metrics_count_what_was_served(byte_folder: Path) -> None:
         assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
         lines = [line for line in response.text.splitlines() if not line.startswith("#")]
         values = {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines)}
+        assert values["stretto_engine_up"] == 1
         assert values["stretto_prompt_tokens_total"] == 6
         assert values["stretto_completion_tokens_total"] == 19 == values["stretto_engine_generated_total"]
         assert values[f'stretto_http_requests_total{{path="{COMPLETIONS}",status="200"}}'] == 2
@@ -308,6 +320,16 @@ async def test_metrics_count_what_was_served(byte_folder: Path) -> None:
         assert values["stretto_first_token_seconds_count"] == 1
         assert values["stretto_last_token_seconds_count"] == 2
         assert len(response.text.splitlines()) == len({*response.text.splitlines()})
+
+
+async def test_metrics_without_an_engine_are_those_of_the_server(byte_folder: Path, tmp_path: Path) -> None:
+    remote = RemoteEngine("engine-0", f"unix:{tmp_path}/none.sock")  # it is being replaced
+    app = ServeApp(remote, served_model(load_tokenizer(byte_folder)), remote.pass_on)
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        response = await client.get("/metrics")
+    lines = response.text.splitlines()
+    assert (response.status_code, "stretto_engine_up 0" in lines) == (200, True)
+    assert "stretto_completion_tokens_total 0" in lines
 
 
 def test_a_body_over_the_limit_is_refused_with_413(serving: Serving) -> None:

@@ -103,7 +103,7 @@ def serve(
         RoleError: the engine does not start, or has died too often.
         SystemExit: a signal ended it before it served, or a second signal came.
     """
-    recipe = recipe_of_engines(Path(), overrides, {"count": "one engine is served"})
+    recipe = recipe_of_engines(Path(), overrides, {"count": "one engine is served"}, ("engine", "deadlines"))
     check_embedded(recipe.engine)
     config, as_tokens = recipe.engine, recipe.model.special_tokens_in_messages
     check_key(api_key, "--api-key")

@@ -15,7 +15,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import TypeVar, cast
 
@@ -23,7 +23,8 @@ import msgspec
 from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.core.errors import RefusedRequest
+from stretto.core.deadlines import deadline
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
 from stretto.core.records import GenerateRequest, derive_seed
 from stretto.processes.http.asgi import HostNames, header
 from stretto.processes.http.prometheus import CONTENT_TYPE
@@ -46,6 +47,7 @@ from stretto_workflows.chat.messages import ChatRequest
 _TOKEN_PATHS = frozenset({"/generate", "/update_weights", "/abort", "/partials", "/spans"})
 _MOST_COMPLETIONS = 4096
 _SEEDS = 2**64
+_COUNTERS_SECONDS = 5.0  # a scrape of Prometheus has ten
 Tokens = tuple[int, ...]
 Result = TypeVar("Result")
 
@@ -117,7 +119,11 @@ class ServeApp(ChatServer):
         await call.reply(body, 503 if stopping else 200)
 
     async def _metrics(self, call: ChatExchange) -> None:
-        await call.reply(self._counters.text(await self._engine.health()).encode(), media=CONTENT_TYPE)
+        health = None  # while the engine is replaced
+        with suppress(EngineLost, DeadlineExceeded):
+            async with deadline("the server", "the engine's counters", _COUNTERS_SECONDS):
+                health = await self._engine.health()
+        await call.reply(self._counters.text(health).encode(), media=CONTENT_TYPE)
 
     async def count(self, count: TokenCount, call: ChatExchange) -> None:
         [prompt] = await self._prompts(await self.parsed(count.parse, call))

@@ -56,9 +56,11 @@ class Counters:
                 count, total = self._seconds[name]
                 self._seconds[name] = count + 1, total + seconds
 
-    def text(self, health: EngineHealth) -> str:
-        """Page with the server's and the engine's metrics, for Prometheus to scrape."""
-        return page_of([*_engine(health), *self._server()])
+    def text(self, health: EngineHealth | None) -> str:
+        """Page with the server's and the engine's metrics, for Prometheus to scrape. `health`: None while the engine
+        does not reply."""
+        up = Metric("stretto_engine_up", "gauge", "whether the engine replies", [("", (), int(health is not None))])
+        return page_of([up, *(_engine(health) if health is not None else ()), *self._server()])
 
     def _server(self) -> Iterator[Metric]:
         replies = [

@@ -12,7 +12,7 @@ import logging
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import NoReturn
 
 import msgspec
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 #: Sends a new token to a client; returns False to get the token from the iterator later instead.
 Take = Callable[[NewToken], bool]
 
+_LOOKS = 6  # at an engine with open requests, within the longest wait for a reply
 _AGAIN_SECONDS = 0.1  # between two attempts to reach an engine that is being replaced
 _LATER = [(b"retry-after", b"1")]
 
@@ -129,7 +130,7 @@ class RemoteEngine:
         self.opened = asyncio.Event()  # the engine takes requests; else it starts, or is being replaced
         self._client = HttpEngine(name, address, health_seconds=seconds)
         self._connections = Connections(name, address)
-        self._suspect, self._progressed = suspect, progressed
+        self._seconds, self._suspect, self._progressed = seconds, suspect, progressed
         self._streams = dict[str, _TokenStream]()
         self._passed = 0  # requests in progress that `pass_on` has passed on
         self._left = list[str]()  # ids of requests that the engine is to abort
@@ -209,10 +210,15 @@ class RemoteEngine:
             self.break_off()
 
     async def _abort(self) -> NoReturn:
-        """Make the engine abort what clients have left, again until it has replied."""
+        """Make the engine abort what clients have left, again until it has replied. While requests are open, it is
+        asked now and then without that, since one whose event loop hangs goes on sending heartbeats."""
         while True:
-            await self._leaving.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._seconds / _LOOKS):
+                    await self._leaving.wait()
             self._leaving.clear()
+            if not (self._left or self.open_requests):
+                continue
             left, self._left = self._left, []
             try:
                 with self._call():
