@@ -1,6 +1,7 @@
 """`stretto gateway` as users run it: a real process, sessions that survive its death, and engines that may die or be of
 another make."""
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
@@ -12,8 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from stretto.core.errors import UserError
+from stretto.core.errors import RoleDied, UserError
+from stretto.core.machine import Gpu
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.spawn import FreshSpawner, RunningProcess, Spawn
 from stretto.processes.tree import descendants
 from stretto_app.extensions.commands.gateway import gateway as serve_sessions
 from tests.gateway.serving import build_chat_model
@@ -107,6 +110,29 @@ def test_the_turns_of_a_server_of_another_make_are_on_record_as_it_sampled_them(
     assert wanted["sampling_params"]["top_p"] == 0.5
     [loaded] = [body["args"] for path, body in asked if path == "/collective_rpc"]
     assert loaded == [str(model)]
+
+
+def test_its_engines_have_a_gpu_each(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = Gpu("0", "H100", 80 << 30, 20 << 30), Gpu("1", "H100", 80 << 30, 79 << 30)
+    monkeypatch.setattr("stretto_app.extensions.commands.gateway.usable_gpus", lambda recipe: there)
+    seen = set[str]()
+
+    class Noted(FreshSpawner):
+        async def start(self, spawn: Spawn) -> RunningProcess:
+            seen.add(spawn.environment["CUDA_VISIBLE_DEVICES"])
+            await asyncio.sleep(0.05)
+            raise OSError("no room")
+
+    with pytest.raises(RoleDied, match="no room"):
+        serve_sessions(
+            model,
+            host="127.0.0.1",
+            port=0,
+            folder=tmp_path / "sessions",
+            overrides=["engine.count=2"],
+            spawner=Noted(),
+        )
+    assert seen == {"0", "1"}
 
 
 @pytest.mark.parametrize(

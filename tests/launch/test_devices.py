@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from stretto.core.errors import RecipeError, RoleDied
-from stretto.core.machine import Gpu, unusable
+from stretto.core.machine import Gpu, Seat, unusable
 from stretto.launch.assemble.specs import Endpoints, engine_spec, engine_specs, trainer_spec
 from stretto.launch.preflight.devices import (
     assumed_gpus,
@@ -34,8 +34,9 @@ from stretto.loop.trainer_link import TrainerLink
 from stretto.processes.spawn import FreshSpawner, RunningProcess, Spawn
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.memory import collective_bytes
+from stretto_app.extensions.commands.serve import recipe_of_engines
 from stretto_app.extensions.preflight.dry_run import unplaced
-from stretto_app.extensions.preflight.embedded import seat_alone
+from stretto_app.extensions.preflight.embedded import seats_of_engines
 from stretto_app.extensions.preflight.estimates import estimate_memory
 from tests.launch.running import TINY, Laboratory
 
@@ -152,28 +153,27 @@ def test_gpus_of_several_sizes_are_assumed_hidden_and_judged_like_real_ones(
     assert usable_gpus(plan_for("engine.device=cpu", "trainer.device=cpu").recipe, dry=True) == ()
 
 
-def test_an_engine_alone_takes_the_gpu_with_the_most_room(plan_for: PlanFor, tmp_path: Path) -> None:
-    plan = plan_for()
+def test_engines_of_a_server_take_the_gpus_with_the_most_room(plan_for: PlanFor, tmp_path: Path) -> None:
     there = (
         Gpu("0", "H100", 80 * GIB, 20 * GIB),
         Gpu("MIG-7", "part of a GPU (MIG)"),
         Gpu("2", "A100", 40 * GIB, 39 * GIB),
     )
-    config = plan.recipe.engine.model_copy(update={"cache_gib": 10.0})
-    seat = seat_alone(config, plan.base, there)
-    assert seat is not None
-    assert seat.ids == ("2",)
-    assert seat.room == 1.0, "the driver's part of an idle GPU counts as free"
+
+    def seats(*words: str, there: tuple[Gpu, ...] = there) -> tuple[Seat, ...]:
+        return seats_of_engines(recipe_of_engines(tmp_path, words), plan_for().base, there)
+
+    [seat] = seats("engine.cache_gib=10")
+    assert (seat.ids, seat.room) == (("2",), 1.0), "the driver's part of an idle GPU counts as free"
     endpoints = Endpoints("m", tmp_path, tmp_path, seats=(seat,))
-    [spec] = engine_specs(plan.recipe.model_copy(update={"engine": config}), tmp_path, endpoints, published=False)
+    [spec] = engine_specs(recipe_of_engines(tmp_path, ()), tmp_path, endpoints, published=False)
     assert (spec.gpus, spec.share) == (("2",), 1.0)
-    busy = seat_alone(config, plan.base, there[:1])
-    assert busy is not None
+    [busy] = seats("engine.cache_gib=10", there=there[:1])
     assert busy.room == 0.25, "as much as others leave"
-    assert seat_alone(config.model_copy(update={"device": "cpu"}), plan.base, there) is None
-    assert seat_alone(config, plan.base, ()) is None
+    assert [seat.ids for seat in seats("engine.count=2", "engine.cache_gib=10")] == [("2",), ("0",)]
+    assert seats("engine.device=cpu") == seats(there=()) == ()
     with pytest.raises(RecipeError, match=r"GPU 0: engine-0: needs 90\.5 of 20\.0 GiB; largest: cache"):
-        seat_alone(config.model_copy(update={"cache_gib": 90.0}), plan.base, there[:1])
+        seats("engine.cache_gib=90", there=there[:1])
 
 
 def test_a_process_that_trains_on_examples_is_estimated_and_placed(plan_for: PlanFor) -> None:

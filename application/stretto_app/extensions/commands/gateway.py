@@ -12,6 +12,7 @@ from stretto.engine.config import EngineConfig, capabilities_of
 from stretto.engine.http.lifecycle import Parts
 from stretto.engine.native.scheduler import longest_row_of
 from stretto.launch.preflight.checks import check_engine_keys, check_of_servers
+from stretto.launch.preflight.devices import usable_gpus
 from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.grammar import Grammars
 from stretto.model.hf.inspection import ModelFolder, inspect_model_folder
@@ -30,6 +31,7 @@ from stretto_app.extensions.commands.serve import (
     run_with_engines,
     say_aloud,
 )
+from stretto_app.extensions.preflight.embedded import seats_of_engines
 from stretto_gateway.checks import check_chat, check_key, check_reach
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import DISTRIBUTION
@@ -157,6 +159,7 @@ def gateway(
     served = session_model(name or base.path.name, tokenizer, context, grammars=not unserved, chosen=chosen)
     probe = [tokenizer.encode_chat(_PROBE)] if recipe.engine.addresses else []
     check_of_servers("check_servers", recipe, base, tokenizer, probe)
+    seats = seats_of_engines(recipe, base, usable_gpus(recipe))
     bound = bind(host, port, ("--host", "--port"))
     check_reach(bound, api_key, "--host")
     try:
@@ -182,7 +185,7 @@ def gateway(
 
     told = f"gateway at {url_of(*bound.getsockname()[:2])}"
     until_cut_short(
-        run_with_engines(recipe, base.path, parts, bound, told, spawner=spawner, logs=folder, say=say),
+        run_with_engines(recipe, base.path, parts, bound, told, spawner=spawner, seats=seats, logs=folder, say=say),
         event_loop.new_event_loop,
     )
 

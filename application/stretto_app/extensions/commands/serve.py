@@ -33,7 +33,7 @@ from stretto.processes.http.reach import bind, url_of
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto_app.extensions.commands.evaluate import engines_of_folder
-from stretto_app.extensions.preflight.embedded import check_embedded, seat_alone
+from stretto_app.extensions.preflight.embedded import check_embedded, seats_of_engines
 from stretto_gateway.checks import check_key
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import DISTRIBUTION, CallForms, SamplingRule
@@ -110,7 +110,7 @@ def serve(
     folder = inspect_model_folder(model)
     tokenizer = load_tokenizer(model, special_tokens_in_messages=as_tokens)
     context = context_of(longest_row_of(folder, config), config)
-    seat = seat_alone(config, folder, usable_gpus(recipe))
+    seats = seats_of_engines(recipe, folder, usable_gpus(recipe))
     bound = bind(host, port, ("--host", "--port"))
     rule = rule_of(tokenizer, context, grammars=True, seeds=True, vocabulary=folder.vocab_size)
     served = ServedModel(model.resolve().name if name is None else name, tokenizer, rule, reasoning=False)
@@ -129,7 +129,6 @@ def serve(
     say_aloud(f"{served.name}: {folder.architecture}, {about}")
     if api_key is None and not is_loopback(bound):
         say_aloud("warning: other machines may use this server without a key; give --api-key (docs/how_to/gateway.md)")
-    seats = () if seat is None else (seat,)
     told = f"serving at {url_of(host, bound.getsockname()[1])}/v1"
     until_cut_short(
         run_with_engines(recipe, folder.path, parts, bound, told, spawner=spawner, seats=seats),

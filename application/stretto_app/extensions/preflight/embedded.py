@@ -1,4 +1,4 @@
-"""The engine of a command that has one alone, without a run."""
+"""The engines of a command without a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from stretto.core.errors import Problem, RecipeError
 from stretto.core.machine import Gpu, Need, Seat
 from stretto.engine.config import EngineConfig
 from stretto.launch.preflight.checks import given_to_servers
-from stretto.launch.preflight.devices import alone
+from stretto.launch.preflight.devices import seated
+from stretto.launch.recipe.recipe import Recipe
 from stretto.model.hf.inspection import ModelFolder
 from stretto.model.hf.shape import BYTES
 
@@ -29,14 +30,17 @@ def check_embedded(config: EngineConfig) -> None:
         raise RecipeError(problems)
 
 
-def seat_alone(config: EngineConfig, base: ModelFolder, there: Sequence[Gpu]) -> Seat | None:
-    """Return the seat of an engine without a run, on the GPU, of those `there`, with the most free memory. None: it
-    runs on the CPU, as it is configured or because there is no GPU.
+def seats_of_engines(recipe: Recipe, base: ModelFolder, there: Sequence[Gpu]) -> tuple[Seat, ...]:
+    """Assign the engines of a server, without a trainer, to the GPUs `there`: each to those with the most free memory.
+    Empty: they run on the CPU, as configured or because there is no GPU, or the recipe names servers that run.
 
     Raises:
-        RecipeError: the engine needs more than 1.5 times the free memory.
+        RecipeError: engines need more than 1.5 times the free memory, or more GPUs than there are.
     """
-    if config.device == "cpu" or not there:
-        return None
-    parts = {"weights of the engine": base.parameters * BYTES[config.dtype], "cache": config.cache_bytes}
-    return alone(Need("engine-0", parts), there)  # the name by which `seat_of_engine` finds it
+    config = recipe.engine
+    if config.device == "cpu" or config.addresses:
+        return ()
+    weights = base.parameters * BYTES[config.dtype] * config.copies
+    parts = {"weights of the engine": weights // config.gpus, "cache": config.cache_bytes // config.gpus}
+    needs = [Need(f"engine-{number}", parts, config.gpus) for number in range(recipe.local_engines)]
+    return seated(recipe, needs, there, ranks=False)

@@ -108,7 +108,12 @@ def seats_of(plan: Outline, there: Sequence[Gpu], *, ranks: bool = True) -> tupl
         RecipeError: there are fewer GPUs than ranks, or than an engine's server takes; ranks would be on GPUs
             that differ in name or memory; or the roles of a GPU need more than 1.5 times its free memory.
     """
-    recipe, needs = plan.recipe, needs_of(plan, ranks=ranks)
+    return seated(plan.recipe, needs_of(plan, ranks=ranks), there, ranks=ranks)
+
+
+def seated(recipe: Recipe, needs: Sequence[Need], there: Sequence[Gpu], *, ranks: bool) -> tuple[Seat, ...]:
+    """Assign `needs` to the GPUs `there`; empty if there are none of these or of those. `ranks`: ranks are among the
+    needs. Raises RecipeError as `seats_of`."""
     if not there or not needs:
         return ()
     if problems := list(_too_many(recipe, there, ranks)):
