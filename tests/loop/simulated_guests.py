@@ -169,10 +169,11 @@ class SimulatedClient:
         self.version = max(self.version, version)
         return Loaded(self.version)
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str | list[str]) -> None:
         await self._reply()
-        if request_id in self._breaks:
-            self._breaks[request_id].set()
+        for id in [request_id] if isinstance(request_id, str) else request_id:
+            if id in self._breaks:
+                self._breaks[id].set()
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         await self._reply()

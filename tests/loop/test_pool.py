@@ -168,6 +168,28 @@ async def test_a_request_that_its_abort_has_overtaken_is_aborted() -> None:
     await giving_up
 
 
+async def test_all_requests_of_an_engine_that_replies_slowly_are_given_up_within_a_second() -> None:
+    class Slow(SimulatedClient):
+        async def abort(self, request_id: str | list[str]) -> None:
+            await asyncio.sleep(0.1)  # its step
+            await super().abort(request_id)
+
+    handle = handle_of(Slow("engine-0", Machine(random.Random(1)), lambda *_: None, version=0))
+
+    async def sampled(id: str) -> None:
+        try:
+            async for _ in handle.client.generate(request(id, answers=50)):
+                pass
+        finally:
+            handle.open.discard(id)
+
+    handle.open |= {str(number) for number in range(20)}
+    asked = [asyncio.ensure_future(sampled(id)) for id in handle.open]
+    await handle.give_up()
+    assert not handle.open
+    assert all("broke off" in str(error) for error in await asyncio.gather(*asked, return_exceptions=True))
+
+
 @in_fleet(count=1)
 async def test_a_completion_names_the_engines_that_wrote_it_in_their_order(fleet: EnginePool) -> None:
     before = Segment.of((3, 4), (-0.5, -0.5), (0, 0)).written_by("a spot machine")

@@ -115,8 +115,8 @@ class Engine(Protocol):
         """Return the new tokens of unfinished completions, by request id and member. `known`: by request id, the number
         of tokens of each member that the caller already has. Requests that are not in `known` are left out."""
 
-    async def abort(self, request_id: str) -> None:
-        """Abort a request; its `generate` ends with EngineLost."""
+    async def abort(self, request_id: str | list[str]) -> None:
+        """Abort a request or several; a `generate` of theirs ends with EngineLost."""
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Return the log-probabilities (nats) of all tokens but the first of each text (token ids), by the version in

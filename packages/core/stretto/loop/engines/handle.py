@@ -399,9 +399,8 @@ class EngineHandle:
         with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
             async with asyncio.timeout(_GIVE_UP_SECONDS):
                 while left := [id for id in self.open if not spared(id)]:
-                    for id in left:  # again, if the engine did not have the request yet
-                        self.given_up.add(id)
-                        await self.client.abort(id)
+                    self.given_up.update(left)
+                    await self.client.abort(left)  # again, if the engine did not have one yet
                     await asyncio.sleep(_POLL_SECONDS)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
