@@ -181,7 +181,7 @@ def test_a_run_that_is_not_there_is_refused_with_near_or_new(tmp_path: Path, mon
 def test_an_import_that_fails_says_whose_fault_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines: str | None, found: str, remedy: str
 ) -> None:
-    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "mine", raising=False)
     if lines is not None:
         (tmp_path / "mine.py").write_text(lines)

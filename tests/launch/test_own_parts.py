@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from stretto.core.errors import RecipeError
+from stretto.core.errors import RecipeError, UserError
+from stretto.doors.loading import look_in
+from stretto.launch.preflight.paths import check_functions
 from stretto.launch.recipe.recipe import load_recipe
 from stretto_app.extensions.preflight import trial
 from stretto_app.extensions.preflight.trial import try_parts
 from stretto_report.audit.check import check_run
+from stretto_workflows.built_in.environment import EnvironmentPlay
 from tests.launch.running import TINY, Laboratory
 
 BROKEN = """
@@ -252,6 +255,35 @@ def test_a_name_that_leads_nowhere_is_refused_with_the_recipe(broken: Path, key:
     (problem,) = refused.value.problems
     assert problem.place.startswith(f"override {key}")
     assert words in str(problem)
+
+
+DOORS = ["algorithm.loss", "algorithm.advantages", "algorithm.correction", "rollout.filter", "rollout.pacing"]
+DOORS += ["engine.kind", "logging.to", "rewards.function", "workflow.function"]
+
+
+def check_named(recipe: Path, key: str, name: str) -> None:
+    if key in DOORS:
+        check_functions(load_recipe(recipe, [f"{key}={name}"]))
+    else:
+        look_in(str(recipe.parent))
+        EnvironmentPlay(name)
+
+
+@pytest.mark.parametrize("key", [*DOORS, "workflow.settings.make"])
+def test_every_door_names_the_nearest_module_and_the_nearest_name_in_it(broken: Path, key: str) -> None:
+    (broken / "pack").mkdir()
+    (broken / "pack" / "inner.py").touch()
+    (broken / "beside.py").write_text("class Tool: ...")
+    (broken / "recipe.toml").write_text(TINY.read_text())
+    for name, near in (
+        ("besde:Tool", "did you mean 'beside'?"),
+        ("pak.inner:Tool", "did you mean 'pack'?"),
+        ("beside:Tol", "did you mean 'Tool'?"),
+        ("pack/inner.py:Tool", "it is written 'pack.inner:Tool'"),
+    ):
+        with pytest.raises(UserError) as refused:
+            check_named(broken / "recipe.toml", key, name)
+        assert str(refused.value).endswith(f"; {near}")
 
 
 def test_a_module_name_that_is_too_long_for_a_file_is_refused_with_the_recipe() -> None:

@@ -75,6 +75,7 @@ def _remedy(missing: Sequence[str]) -> str:
 
 
 _IMPORTERS = (importlib.__file__, __file__)
+_ENVIRONMENT = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def look_in(folder: str) -> None:
@@ -96,12 +97,11 @@ def look_in(folder: str) -> None:
 def _of_others(folder: Path) -> list[str]:
     """List the names of modules in `folder` under which a module of another folder is loaded. Modules of the
     environment are left out."""
-    environment = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib", "purelib", "platlib"))
     found = []
     for path in (*folder.glob("*.py"), *folder.glob("*/__init__.py")):
         name = path.parent.name if path.name == "__init__.py" else path.stem
         loaded = getattr(sys.modules.get(name), "__file__", None)
-        if loaded and name != _CORE and Path(loaded).resolve() != path and not loaded.startswith(environment):
+        if loaded and name != _CORE and Path(loaded).resolve() != path and not loaded.startswith(_ENVIRONMENT):
             found.append(name)
     return found
 
@@ -158,7 +158,7 @@ def check_source(name: str, place: str, what: str, built_in: Mapping[str, str], 
     try:
         tree = _source(module, folder)
     except ModuleNotFoundError as error:
-        raise RecipeError([_not_imported(place, module, error)]) from None
+        raise RecipeError([_not_imported(place, module, error, folder)]) from None
     first = attribute.partition(".")[0]
     if tree is not None and (defined := _bound(tree)) is not None and first not in defined:
         near = nearest(first, [name for name in _parts_of(tree) if name[0] != "_"])
@@ -228,8 +228,10 @@ def _named(name: str, place: str, what: str, built_in: Mapping[str, str]) -> tup
         remedy = f"{nearest(name, built_in)}; one of your own is written 'package.module:name'"
         raise RecipeError([Problem(place, f"no built-in {what} is called {name!r}", remedy)])
     module, _, attribute = built_in.get(name, name).partition(":")
-    if not (module and attribute) or module.startswith("."):
-        raise RecipeError([Problem(place, f"{name!r} names no {what}", "it is written 'package.module:name'")])
+    plain = module.removesuffix(".py").strip("./").replace("/", ".")  # of a file's path
+    if not (module and attribute) or module != plain:
+        written = f"{plain}:{attribute}" if plain and attribute else "package.module:name"
+        raise RecipeError([Problem(place, f"{name!r} names no {what}", f"it is written {written!r}")])
     return module, attribute
 
 
@@ -244,9 +246,9 @@ def _imported(place: str, module: str) -> object:
         raise RecipeError([_not_imported(place, module, error)]) from error
 
 
-def _not_imported(place: str, module: str, error: BaseException) -> Problem:
+def _not_imported(place: str, module: str, error: BaseException, folder: str | None = None) -> Problem:
     found = f"cannot import {module!r}: {type(error).__name__}: {error}"
-    return Problem(place, found, _way_out(module, error))
+    return Problem(place, found, _way_out(module, error, folder))
 
 
 def _attribute(place: str, module: str, attribute: str, found: object) -> object:
@@ -264,16 +266,30 @@ def _defined(found: object) -> list[str]:
     return [name for name, one in items if name[0] != "_" and getattr(one, "__module__", None) == home]
 
 
-def _way_out(module: str, error: BaseException) -> str:
+def _way_out(module: str, error: BaseException, folder: str | None) -> str:
     """Advice after `error` at the import of `module`: it is not found, it imports a missing module, or its code
-    raises."""
+    raises. `folder`: searched for near names, beside the folders of imports."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     if missing is not None and f"{module}.".startswith(f"{missing}."):
-        return "give a module of the environment, of the recipe's folder or of the folder that stretto is started from"
+        return (
+            _near_module(missing, folder)
+            or "give a module of the environment, of the recipe's folder or of the folder that stretto is started from"
+        )
     where = f"{error.filename}:{error.lineno}" if isinstance(error, SyntaxError) else where_raised(error) or module
     if missing is not None:
         return f"{where} imports {missing!r}, which is not in the environment of stretto: install it there"
     return f"raised in {where}"
+
+
+def _near_module(missing: str, folder: str | None) -> str:
+    """Suggest a module that stands where `missing` was looked for: in its package, or in `folder` and the folders of
+    imports but those of the environment. "" if none has a similar name."""
+    package, _, name = missing.rpartition(".")
+    paths = getattr(sys.modules.get(package), "__path__", ()) if package else [folder or "", os.getcwd(), *sys.path]
+    places = [Path(path) for path in paths if package or not path.startswith(_ENVIRONMENT)]
+    files = [(place, file) for place in places for file in (*place.glob("*.py"), *place.glob("*/*.py"))]
+    near = nearest(name, {file.stem if file.parent == place else file.parent.name for place, file in files})
+    return near if near.startswith("did") else ""
 
 
 def where_raised(error: BaseException, file: str = "") -> str:

@@ -25,7 +25,7 @@ from pydantic import (
 
 from stretto.core.errors import Problem, RecipeError
 from stretto.doors.door import Door
-from stretto.doors.loading import is_own, look_in
+from stretto.doors.loading import is_own, is_there, look_in
 from stretto.doors.mistakes import problems_of
 from stretto.engine.config import MAKES, EngineConfig
 from stretto.launch.recipe.extensions import OUTLETS, AgentConfig, ClusterConfig, GatewayConfig
@@ -51,18 +51,25 @@ DOORS: tuple[Door[Any], ...] = (LOSSES, CORRECTIONS, ESTIMATORS, FILTERS, PACING
 
 def find_parts(tree: dict[str, Any], folder: Path) -> None:
     """Set the key `path` of a parsed recipe to `folder` if the module of a part that the recipe names
-    (`named_in_doors`) is there; a `path` that is given stays. Changes `tree`. `folder`: that of the recipe file."""
-    if "path" not in tree and any(is_beside(name, folder) for name in named_in_doors(tree)):
+    (`named_in_doors`) is there or nowhere; a `path` that is given stays. Changes `tree`. `folder`: that of the recipe
+    file."""
+    if "path" not in tree and any(is_sought(name, folder) for name in named_in_doors(tree)):
         tree["path"] = str(folder.resolve())
 
 
-def is_beside(name: object, folder: Path) -> bool:
-    """Whether `name` is that of a user-defined part (``package.module:name``) and `folder` has its module or top
-    package. False for the name of a built-in part, and for an object that is no text."""
+def is_sought(name: object, folder: Path) -> bool:
+    """Whether `name` is that of a user-defined part (``package.module:name``) whose module or top package `folder` has,
+    or nothing has: a near name may be there. False for the name of a built-in part, and for an object that is no
+    text."""
     if not (isinstance(name, str) and is_own(name)):
         return False
-    module = folder / name.partition(":")[0].partition(".")[0]
-    return os.path.isdir(module) or os.path.isfile(f"{module}.py")  # unlike those of `Path`, false for any text
+    module = name.partition(":")[0].partition(".")[0]
+    return _has(folder, module) or (module.isidentifier() and not _has(Path.cwd(), module) and not is_there(module))
+
+
+def _has(folder: Path, module: str) -> bool:
+    path = folder / module
+    return os.path.isdir(path) or os.path.isfile(f"{path}.py")  # unlike those of `Path`, false for any text
 
 
 def named_in_doors(tree: Mapping[str, Any]) -> Iterator[object]:
@@ -274,15 +281,15 @@ def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
 
 
 def _find_module(section: Any, folder: Path) -> None:
-    """Set `path` of a ``[rewards]`` or ``[workflow]`` section to the recipe's folder, if a module that it names or a
-    file of its command is there and no `path` is given. Changes `section`."""
+    """Set `path` of a ``[rewards]`` or ``[workflow]`` section to the recipe's folder, if no `path` is given and a
+    module that it names is there or nowhere, or a file of its command is there. Changes `section`."""
     if not isinstance(section, dict) or "path" in section:
         return
     command = section.get("command")
     words = [word for word in command if isinstance(word, str)] if isinstance(command, list) else []
     if any(os.path.isfile(folder / word) and not os.path.isabs(word) for word in words):
         section["path"] = str(folder.resolve())
-    if any(is_beside(name, folder) for name in named_in_section(section)):
+    if any(is_sought(name, folder) for name in named_in_section(section)):
         section["path"] = str(folder.resolve())
 
 
