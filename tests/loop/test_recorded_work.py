@@ -17,6 +17,7 @@ from stretto.core.events import Span
 from stretto.core.records import Outcome, Trajectory, Verdict
 from stretto.launch.assemble.run import RunContext
 from stretto.launch.assemble.run import _record_again as record_again
+from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.totals import SPAN_AXIS, Work, carried_over, span_offset
 from stretto.rollout.adaptive import AdaptiveBound
 from stretto.rollout.config import RolloutConfig
@@ -25,6 +26,7 @@ from stretto.rollout.prompts import PromptStream
 from stretto.store.inspection import Inspection
 from stretto.store.series.metrics import read_metrics
 from stretto.store.totals import Totals
+from stretto_report.reading.inspection import inspect_run
 from stretto_report.reading.series import read_spans
 from tests.loop.desk import BATCH, PROMPT, UPDATE, Desk
 from tests.store.make import buffered, run_at
@@ -71,6 +73,20 @@ def test_turns_that_no_trajectory_has_are_wasted_and_have_failed(desk: Desk) -> 
     found = desk.concluded()
     assert counted(found) == {"trained": 2, "failed": 7}
     assert found.tokens.wasted == 7
+
+
+def test_a_run_that_dies_before_its_next_step_has_what_happened_on_record(desk: Desk) -> None:
+    desk.recorder.evaluated(Evaluation(version=0, prompts=4, right=1, undecided=0, tokens=8), step=0)
+    desk.ledger.flush()
+    assert inspect_run(desk.folder.path).initial_accuracy == 0.25
+    desk.recorder.rl_begins()
+    for generated in (7, 12):
+        desk.work = Work(generated=generated, recomputed=3, generated_by={"engine-0": generated})
+        desk.ledger.event("a flush", "of whatever changed")
+        desk.recorder.polled()
+        found = inspect_run(desk.folder.path)
+        assert (found.tokens.generated, found.tokens.recomputed, found.initial_accuracy) == (generated, 3, 0.25)
+        desk.recorder.updated(BATCH, UPDATE)
 
 
 def test_a_resumed_run_has_lost_what_is_neither_on_record_nor_goes_on() -> None:

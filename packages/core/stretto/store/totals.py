@@ -49,7 +49,8 @@ JUDGED = "judged"
 
 
 class Totals(Record, frozen=True):
-    """Totals of a run, over all of its processes. The ledger's fact ``TOTALS``, written after every step.
+    """Totals of a run, over all of its processes. The ledger's fact ``TOTALS``: tokens and accuracies up to now,
+    seconds of work up to the last step.
 
     Tokens: `generated` for training prompts; of these, `stopped` in completions aborted for good, and `unfinished` in
     flight when the run ended; `recomputed`: with a KV cache computed again; `evaluated`: sampled for evaluations.

@@ -103,11 +103,13 @@ class Recorder:
         self._carried = before if before is not None and before.medium == medium else Carried(medium)
         self._earlier = self.latest = msgspec.structs.replace(earlier, max_staleness=max_staleness)
         self._before = Work()
+        self._conducting = False  # between `rl_begins` and `rl_ends`
         self._stopped: int | None = None  # tokens stopped before the end of the run
         self._left_over = 0  # tokens of whole turns that are in no trajectory
         self._activities: Mapping[str, Mapping[str, float]] = {}
         # Tokens of evaluations by engine: now, and at the last poll.
         self._evaluation_tokens, self._not_trained_for = Counter[str](), Counter[str]()
+        ledger.watch(TOTALS, self._on_record)  # a run may die before its next step
         self._judged = ledger.get(JUDGED, Judged) or Judged()
         ledger.watch(JUDGED, lambda: self._judged)
         monotonic, unix = time.monotonic(), ledger.unix_time
@@ -132,6 +134,7 @@ class Recorder:
         self._evaluation_tokens, self._not_trained_for = Counter(), Counter()
         self._activities = self.latest.activities
         self.clock.rl_begins()
+        self._conducting = True
 
     def gives_up(self) -> None:
         """Note how many tokens are stopped before the end of the run aborts the completions in flight: `rl_ends` then
@@ -141,22 +144,12 @@ class Recorder:
     def rl_ends(self) -> None:
         """Take the final counters of the engines into the totals; to be called after the last poll. The RL clock stays
         at the last update."""
-        self._not_trained_for = self._evaluation_tokens.copy()
-        totals, on_record = self.totals(), self._ledger.on_record
-        if self._stopped is not None:
-            totals = msgspec.structs.replace(totals, stopped=self._stopped)
+        self._not_trained_for, on_record = self._evaluation_tokens.copy(), self._ledger.on_record
+        totals = self._on_record()
+        self._conducting = False
         # What else has been generated is in flight, also a completion whose last tokens a slow engine sent too late.
         unfinished = tokens_by_category(totals, on_record)[WAITING] - on_record.buffered
-        self.latest = msgspec.structs.replace(
-            self.latest,
-            generated=max(totals.generated, on_record.tokens),
-            recomputed=totals.recomputed,
-            stopped=totals.stopped,
-            generated_by=totals.generated_by,
-            carried=totals.carried,
-            unfinished=unfinished,
-            evaluated=totals.evaluated,
-        )
+        self.latest = msgspec.structs.replace(totals, unfinished=unfinished)
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
         """Record a judged group, whether it will be trained on or not: log samples and alarms (`WatchedSamples`), and
@@ -184,7 +177,7 @@ class Recorder:
         self._in_force = max_staleness
 
     def updated(self, batch: Batch, update: Update) -> None:
-        """Record a finished step: append a line of metrics, put the update and the totals into the ledger, advance the
+        """Record a finished step: append a line of metrics, put the update into the ledger, advance the
         RL clock, and show the step. An update that skipped completions (NaN or infinite gradients) is logged."""
         self.clock.updated()
         self._rewards = mean_rewards(one.verdict.rewards for group in batch.groups for one in group.trajectories)
@@ -192,7 +185,6 @@ class Recorder:
         self._metrics.append(metrics := self._line(batch, update, totals))
         # After the line: a step whose update is on record is not repeated, and would never get its line.
         self._ledger.record_update(update)
-        self._ledger.put(TOTALS, totals)
         self._reporter.step(metrics)
         if update.skipped:
             found = f"NaN or infinite gradients over {len(update.skipped)} completions, {update.skipped[0]} among them"
@@ -280,6 +272,7 @@ class Recorder:
         if step > 0:
             self.final_accuracy = evaluation.accuracy
         self._metrics.append(line)
+        self._ledger.put(TOTALS, self._on_record())
         self._reporter.evaluated(line)
 
     def _initial(self, without: float | None) -> float | None:
@@ -342,13 +335,30 @@ class Recorder:
             activities=self._activities,
         )
 
-    def conclude(self) -> None:
-        """Put the final totals into the ledger: those of the last update, or of `rl_ends` if it was called, with the
-        initial and final accuracy and the whole wall time."""
-        totals = msgspec.structs.replace(
+    def _on_record(self) -> Totals:
+        """The totals of the last update, or of `rl_ends` if it was called, with the initial and final accuracy and the
+        whole wall time; while the conductor runs, with all tokens up to now."""
+        latest = msgspec.structs.replace(
             self.latest,
             wall_seconds=self.clock.wall_seconds,
             initial_accuracy=self.initial_accuracy,
             final_accuracy=self.final_accuracy,
         )
-        self._ledger.put(TOTALS, totals)
+        if not self._conducting:
+            return latest
+        now = self.totals()
+        return msgspec.structs.replace(
+            latest,
+            generated=max(now.generated, self._ledger.on_record.tokens),
+            recomputed=now.recomputed,
+            stopped=now.stopped if self._stopped is None else self._stopped,
+            generated_by=now.generated_by,
+            carried=now.carried,
+            evaluated=now.evaluated,
+            starting_seconds=now.starting_seconds,
+        )
+
+    def conclude(self) -> None:
+        """Put the final totals into the ledger: those of the last update, or of `rl_ends` if it was called, with the
+        initial and final accuracy and the whole wall time."""
+        self._ledger.put(TOTALS, self._on_record())
