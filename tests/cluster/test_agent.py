@@ -363,7 +363,7 @@ async def test_a_listener_that_says_nothing_is_named_in_time(home: Path, monkeyp
     silent: list[asyncio.StreamWriter] = []
     server = await asyncio.start_server(lambda reader, writer: silent.append(writer), "127.0.0.1", 0)
     address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-    with pytest.raises(MachineLost, match=r"waited 0\.2 s for the run at .* to prove the key"):
+    with pytest.raises(MachineLost, match=r"waited 0\.2 s for the run at .* to prove the token"):
         await run_agent(Offer(address, TOKEN, patience=0.0), print, asyncio.Event())
     server.close()
     for writer in silent:

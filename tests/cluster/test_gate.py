@@ -53,8 +53,8 @@ class Spec(Record, frozen=True):
 @pytest.mark.parametrize(
     ("said", "token", "why"),
     [
-        (introduction(), "another token", "the key is wrong"),
-        (introduction(), "T" * 64, "the key is wrong"),
+        (introduction(), "another token", "the token is wrong"),
+        (introduction(), "T" * 64, "the token is wrong"),
         (introduction(run="other-99"), TOKEN, "you have joined run other-99 before, and this is run first-0a1b2c3d"),
         (introduction(release="0.0.1"), TOKEN, f"you have stretto 0.0.1, and the run has {__version__}"),
         (introduction(kind="oracle"), TOKEN, "the run takes engines, and no oracle"),

@@ -162,7 +162,7 @@ async def test_at_an_address_that_somebody_else_has_by_now_the_search_ends_with_
             f"nobody at {host.address} can be told that this conductor has the run now: "
             f"{host.address} refused: this is run another-99"
         )
-        assert "the key is wrong" in await said_of(host.address, msgspec.structs.replace(KNOWN, token="u" * 64))
+        assert "the token is wrong" in await said_of(host.address, msgspec.structs.replace(KNOWN, token="u" * 64))
         assert host.superseded == []
     browser = await asyncio.start_server(silent, "127.0.0.1", 0)
     async with browser:

@@ -32,7 +32,7 @@ async def test_with_tls_only_a_certificate_of_the_runs_authority_lets_a_machine_
             await run_agent(Offer(host.address, TOKEN, tls=theirs, patience=0.0), print, asyncio.Event())
         with pytest.raises(HandshakeRefused, match="speaks TLS, and this machine shows no certificate"):
             await run_agent(Offer(host.address, TOKEN, patience=60.0), print, asyncio.Event())  # at once
-        with pytest.raises(HandshakeRefused, match="the key is wrong"):
+        with pytest.raises(HandshakeRefused, match="the token is wrong"):
             await joined_by_hand(host.address, introduction(), "another", tls=ours)
         assert host.gate.machines == {}
         async with agent(host.address, tls=ours):

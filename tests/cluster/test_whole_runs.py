@@ -89,7 +89,7 @@ def test_machines_come_are_killed_and_leave_and_the_run_goes_on(laboratory: Labo
                 goes_on(command, run_dir)
                 stranger = ("engine", "--join", joining(run_dir), "--token", "f" * 64)
                 laboratory.run(*stranger).refused("--join: ", "speaks TLS", "certificates by --tls")
-                wrong = ("refused: the key is wrong", "give the token of the run's join.json")
+                wrong = ("refused: the token is wrong", "give the token of the run's join.json")
                 laboratory.run(*stranger, "--tls", theirs).refused("--join: ", *wrong)
                 end_well(command, laboratory, run_dir)
                 ended, _ = third.stop(signal.SIGTERM)

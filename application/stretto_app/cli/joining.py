@@ -85,6 +85,6 @@ def rank(
 ) -> None:
     """Join a run on another machine as ranks of its trainer (trainer.remote_ranks), until it ends.
 
-    Orders are authenticated by a key; torch's own connections between ranks are neither authenticated nor encrypted.
+    Orders are authenticated; torch's own connections between ranks are neither authenticated nor encrypted.
     """
     _join("rank", join, token, count, host, tls, patience)

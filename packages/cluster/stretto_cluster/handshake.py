@@ -1,4 +1,4 @@
-"""Mutual authentication of two processes: by a shared key, which is never sent, and between the machines of a run by
+"""Mutual authentication of two processes: by a shared token, which is never sent, and between the machines of a run by
 TLS (`stretto.processes.http.tls`).
 
     caller                                    listener
@@ -7,8 +7,8 @@ TLS (`stretto.processes.http.tls`).
       │ Proof: HMAC over all of this ────────────► │   a wrong one, or a caller that is not wanted: Refusal, and the end
       │ ◄────── Welcome: who it is, HMAC over that │
 
-The caller proves first, so a stranger receives nothing that was computed with the key. A proof is valid for one side of
-one connection only. The handshake does not protect later messages: on a network that others can read, use it inside
+The caller proves first, so a stranger receives nothing that was computed with the token. A proof is valid for one side
+of one connection only. The handshake does not protect later messages: on a network that others can read, use it inside
 TLS.
 """
 
@@ -66,18 +66,18 @@ Judge = Callable[[bytes], str]
 
 
 def new_key() -> str:
-    """Generate a random secret key."""
+    """Generate a random secret token."""
     return secrets.token_hex(_NONCE_BYTES)
 
 
 async def call(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: str, ours: bytes, *, peer: str, seconds: float
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str, ours: bytes, *, peer: str, seconds: float
 ) -> bytes:
     """Perform the handshake with a listener; returns its introduction. `ours`: our introduction, bytes of any format.
     `peer` names the listener in errors.
 
     Raises:
-        HandshakeRefused: the listener refused, or did not prove the key; the connection is unusable.
+        HandshakeRefused: the listener refused, or did not prove the token; the connection is unusable.
         HandshakeBroken: it closed the connection meanwhile.
         DeadlineExceeded: the handshake took longer than `seconds`.
     """
@@ -85,17 +85,17 @@ async def call(
         nonce = secrets.token_bytes(_NONCE_BYTES)
         await line.send(_Hello(nonce, ours))
         theirs = (await line.receive(_Challenge)).nonce
-        await line.send(_Proof(_mac(key, "caller", nonce, theirs, ours)))
+        await line.send(_Proof(_mac(token, "caller", nonce, theirs, ours)))
         welcome = await line.receive(_Welcome)
-        if not hmac.compare_digest(welcome.mac, _mac(key, "listener", nonce, theirs, ours, welcome.introduction)):
-            raise HandshakeRefused(peer, "does not have the key")
+        if not hmac.compare_digest(welcome.mac, _mac(token, "listener", nonce, theirs, ours, welcome.introduction)):
+            raise HandshakeRefused(peer, "does not have the token")
         return welcome.introduction
 
 
 async def admit(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
-    key: str,
+    token: str,
     ours: bytes,
     judge: Judge,
     *,
@@ -106,7 +106,7 @@ async def admit(
     why the caller is refused, else "". The caller gets `ours`. `peer` names the caller in errors.
 
     Raises:
-        HandshakeRefused: the caller did not prove the key, or `judge` refused it; the connection is unusable.
+        HandshakeRefused: the caller did not prove the token, or `judge` refused it; the connection is unusable.
         HandshakeBroken: the caller closed the connection meanwhile.
         DeadlineExceeded: the handshake took longer than `seconds`.
     """
@@ -116,19 +116,19 @@ async def admit(
         await line.send(_Challenge(nonce))
         proof = await line.receive(_Proof)
         said = (hello.nonce, nonce, hello.introduction)
-        if not hmac.compare_digest(proof.mac, _mac(key, "caller", *said)):
-            await line.send(_Refusal("the key is wrong"))
-            raise HandshakeRefused(peer, "does not have the key")
+        if not hmac.compare_digest(proof.mac, _mac(token, "caller", *said)):
+            await line.send(_Refusal("the token is wrong"))
+            raise HandshakeRefused(peer, "does not have the token")
         if why := judge(hello.introduction):
             await line.send(_Refusal(why))
             raise HandshakeRefused(peer, f"is not wanted: {why}")
-        await line.send(_Welcome(ours, _mac(key, "listener", *said, ours)))
+        await line.send(_Welcome(ours, _mac(token, "listener", *said, ours)))
         return hello.introduction
 
 
-def _mac(key: str, side: str, *said: bytes) -> bytes:
-    assert key, "an empty key proves nothing"
-    return hmac.digest(key.encode(), msgspec.msgpack.encode((side, *said)), "sha256")
+def _mac(token: str, side: str, *said: bytes) -> bytes:
+    assert token, "an empty token proves nothing"
+    return hmac.digest(token.encode(), msgspec.msgpack.encode((side, *said)), "sha256")
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ async def _line(
     """Context manager: turns errors of the block into errors that name the peer. HandshakeBroken: the peer closed the
     connection. HandshakeRefused: the peer does not accept our certificate, or speaks another protocol, as a web browser
     or another version of stretto does. DeadlineExceeded: the block took longer than `seconds`."""
-    async with deadline("handshake", f"{peer} to prove the key", seconds):
+    async with deadline("handshake", f"{peer} to prove the token", seconds):
         try:
             yield _Line(reader, writer, peer)
         except (TimeoutError, HandshakeRefused):

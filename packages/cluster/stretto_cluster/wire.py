@@ -175,15 +175,15 @@ class Wire(Generic[Received]):
 
 
 class Reception:
-    """Admission of callers that prove a key, inside TLS if `context` is given. The number of callers that have not
+    """Admission of callers that prove a token, inside TLS if `context` is given. The number of callers that have not
     proved it yet is bounded: a further one replaces the oldest."""
 
-    def __init__(self, key: str, context: ssl.SSLContext | None = None) -> None:
-        self._key, self._context = key, context
+    def __init__(self, token: str, context: ssl.SSLContext | None = None) -> None:
+        self._token, self._context = token, context
         self._strangers: dict[asyncio.StreamWriter, None] = {}  # the oldest first
 
     def comes(self, writer: asyncio.StreamWriter) -> None:
-        """Count a caller that has connected as one that has not proved the key, until `admit` ends. Call it at once,
+        """Count a caller that has connected as one that has not proved the token, until `admit` ends. Call it at once,
         before any await. If there are 256 such callers, the connection of the oldest is closed."""
         if len(self._strangers) >= _STRANGERS:
             oldest = next(iter(self._strangers))
@@ -194,19 +194,19 @@ class Reception:
     async def admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ours: bytes, judge: Judge, peer: str
     ) -> bytes:
-        """Admit a caller: returns its introduction once it has proved the key and `judge` has accepted it. `judge` is
+        """Admit a caller: returns its introduction once it has proved the token and `judge` has accepted it. `judge` is
         called with the introduction and returns why the caller is refused, else "". The caller gets `ours`; `peer`
         names it in errors. The connection stays open.
 
         Raises:
-            HandshakeRefused: the caller did not prove the key, or `judge` refused it; the connection is unusable.
+            HandshakeRefused: the caller did not prove the token, or `judge` refused it; the connection is unusable.
             HandshakeBroken: the caller closed the connection meanwhile.
             DeadlineExceeded: the handshake took longer than 10 seconds.
         """
         try:
             if self._context is not None:
                 await self._encrypt(writer, self._context, peer)
-            return await admit(reader, writer, self._key, ours, judge, peer=peer, seconds=_HANDSHAKE_SECONDS)
+            return await admit(reader, writer, self._token, ours, judge, peer=peer, seconds=_HANDSHAKE_SECONDS)
         finally:
             self._strangers.pop(writer, None)
 

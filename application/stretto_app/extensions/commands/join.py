@@ -99,7 +99,7 @@ def work(brought: Offer, say: Callable[[str], None], spawner: Spawner) -> None:
 
 def _remedy(refused: HandshakeRefused) -> str:
     """Remedy for a refusal; "" if the run's own message has one."""
-    if "key" in refused.how:
+    if "token" in refused.how:
         return f"give the token of the run's join.json by --token, or in the environment variable {TOKEN}"
     return "give the folder of the run's certificates by --tls" if "TLS" in refused.how else ""
 
