@@ -144,7 +144,7 @@ def test_a_run_is_scaled_down_and_up_while_it_goes_on(laboratory: Laboratory, tm
     with laboratory.train(run_dir, "trainer.steps=100000", "trainer.keep_versions=1", "engine.count=2") as command:
         wait_for_step(command, 2)
         down = laboratory.run("scale", run_dir, "engines=1")
-        assert (down.code, down.out) == (0, "1 engines; engine-1 left\n")
+        assert (down.code, down.out) == (0, "1 engine; engine-1 left\n")
         goes_on(command, run_dir)
         laboratory.run("scale", run_dir, "engines=0").refused("a run needs one engine at least")
         up = laboratory.run("scale", run_dir, "engines=2")

@@ -38,7 +38,7 @@ _INLINE = re.compile(r"`stretto ([a-z][^`]*)`")
         ),
         (
             ["rollout.batch_size=1", "rollout.group_size=3", "trainer.minibatches=3", "trainer.steps=640"],
-            "1 prompts × 3 completions = 3 sequences, trained in 3 optimizer steps of about 1; 222 tokens at most",
+            "1 prompt × 3 completions = 3 sequences, trained in 3 optimizer steps of about 1; 222 tokens at most",
             "640 steps: 640 prompts (10 epochs), 1,920 sequences, 1,920 optimizer steps, 142,080 tokens at most",
         ),
     ],

@@ -207,7 +207,7 @@ def test_a_plan_knows_of_no_prompt_that_the_run_leaves_out(recipe: Path) -> None
 def test_where_no_prompt_is_left_the_filter_and_its_count_are_told(recipe: Path) -> None:
     limit = 'kind = "dataset"\nmax_prompt_tokens = 1\nlong_prompts = "drop"'
     (line,) = told(recipe, RECIPE.replace('kind = "dataset"', limit))
-    assert "11 of 11 prompts (for training) are longer than 1 tokens" in line
+    assert "11 of 11 prompts (for training) are longer than 1 token" in line
     assert "none is left" in line
     (line,) = told(recipe, RECIPE.replace('kind = "dataset"', limit.replace("= 1\n", "= 4\n")))
     assert "no question of source 'long' is left, which has a weight" in line

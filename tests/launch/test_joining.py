@@ -189,7 +189,7 @@ async def test_what_an_engine_held_for_its_server_is_freed_when_it_has_left(tmp_
         pool, endpoints = cast(EnginePool, TwoEngines()), Endpoints("run", mailbox, tmp_path)
         known = JoinFile(run="run", token="t" * 64)
         cluster = Cluster(cast(Plan, _Plan()), folder, endpoints, pool, said.append, FRESH, known, FIRST)
-        assert await cluster.scale(1) == "1 engines; engine-1 left"
+        assert await cluster.scale(1) == "1 engine; engine-1 left"
     left = sorted(path.name.removeprefix("stretto-run-v") for path in mailbox.iterdir())
     assert left == ["000004.weights", "engine-0-000004.held", "engine-10-000004.held"]
 

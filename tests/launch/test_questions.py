@@ -74,7 +74,7 @@ def test_those_of_a_further_set_are_told_with_its_name(policy: Path, tmp_path: P
     plan = make_plan(validate(tree, "recipe.toml"))
     assert [prompt.text for _, prompts in plan.sets for prompt in prompts] == ["0+1="]
     count, first = [note for note in plan.notes if note.startswith("evaluation set more: ")]
-    assert count.startswith("evaluation set more: 1 questions are left out")
+    assert count.startswith("evaluation set more: 1 question is left out")
     assert f"{more}:2" in first
 
 

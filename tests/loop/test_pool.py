@@ -407,7 +407,7 @@ async def never(fleet: EnginePool) -> None:
     ("start", "told"),
     [
         ("broken", r"engine-\d ended with exit code 1; see the end of"),
-        ("killed 4", r"engine-\d was killed by SIGKILL .*, 1 times"),
+        ("killed 4", r"engine-\d was killed by SIGKILL .*, 1 time"),
     ],
 )
 def test_an_engine_that_does_not_start_is_named(folder: Path, start: str, told: str) -> None:

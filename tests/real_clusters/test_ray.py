@@ -42,7 +42,7 @@ def test_nodes_are_killed_and_engines_come_and_go(laboratory: Laboratory, tmp_pa
             engines_join(command, run_dir, 3)
             assert "4 engines" in laboratory.run("scale", run_dir, "engines=4").out
             engines_join(command, run_dir, 4)
-            assert "1 engines" in laboratory.run("scale", run_dir, "engines=1").out
+            assert "1 engine" in laboratory.run("scale", run_dir, "engines=1").out
             engines_join(command, run_dir, 1)
             wait_for_step(command, inspect_run(run_dir).steps + 3)
             ended, _ = command.stop(signal.SIGINT)

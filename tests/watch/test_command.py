@@ -148,7 +148,7 @@ def test_inspect_knows_the_steps_of_the_recipe_and_leaves_a_bad_line_out(
     os.close(held)
     assert alarm["name"] == "disk_filling"
     # 8 TiB in 2 steps: 4 TiB in the one that is left
-    assert "; the 1 steps that are left will write about 4096.00 GiB" in alarm["message"]
+    assert "; the 1 step that is left will write about 4096.00 GiB" in alarm["message"]
 
 
 def test_neither_password_nor_token_is_where_others_can_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, Optional
 
 import typer
 
+from stretto.core.errors import several
 from stretto_app.cli.mistakes import refuse_file
 
 _Format = Literal["jsonl", "parquet", "csv"]
@@ -42,10 +43,10 @@ def export(
         write_trajectories(run, sys.stdout.buffer, format or "jsonl")
         return
     if trace:
-        print(f"{export_trace(run, file):,} events written to {file}")
+        print(f"{several(export_trace(run, file), 'event')} written to {file}")
         return
     written = format or format_of(file)
-    print(f"{export_run(run, file, written):,} trajectories written to {file} as {_TITLES[written]}")
+    print(f"{several(export_run(run, file, written), 'trajectory')} written to {file} as {_TITLES[written]}")
 
 
 def watch(

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 import msgspec
 
-from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, described
+from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, described, several
 from stretto.core.events import Span
 from stretto.core.tasks import NamedTasks, each_to_the_end, first_of
 from stretto.launch.assemble.beside import MachineParts, Machines
@@ -370,13 +370,13 @@ class Cluster(Machines):
             release(self.endpoints.mailbox, self.endpoints.mailbox_folder, name)
         if self._ray is not None:
             await self._ray.place(wanted, self.plan.recipe.trainer.remote_ranks)
-        return f"{wanted} engines" + (f"; {', '.join(leaving)} left" if leaving else "")
+        return several(wanted, "engine") + (f"; {', '.join(leaving)} left" if leaving else "")
 
     async def _grow(self, wanted: int) -> str:
         config = self.plan.recipe.cluster
         if self._ray is not None:
             await self._ray.place(wanted, self.plan.recipe.trainer.remote_ranks)
-            return f"{wanted} engines; Ray is starting them"
+            return f"{several(wanted, 'engine')}; Ray is starting them"
         if config.placer != "local":
             remedy = f"start them on machines: stretto engine --join {self._address}"
             raise RecipeError([Problem("engines", f"cluster.placer is {config.placer!r}", remedy)])
@@ -385,7 +385,7 @@ class Cluster(Machines):
             found = f"{wanted}, and the GPUs of this machine are divided among {seats} (engine.count)"
             raise RecipeError([Problem("engines", found, f"at most {seats}, or engine.count = {wanted} in the recipe")])
         started = [self._start_one() for _ in range(wanted - len(self.engines.names))]
-        return f"{len(self.engines.names)} engines; {', '.join(started)} are starting"
+        return f"{several(len(self.engines.names), 'engine')}; {', '.join(started)} are starting"
 
     def _start_one(self) -> str:
         recipe = self.plan.recipe

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied
+from stretto.core.errors import DeadlineExceeded, MachineLost, RoleDied, several
 from stretto.core.tasks import gather_or_cancel, gather_to_the_end
 from stretto.trainer.messages import RanksAwaited, TrainerSpec
 from stretto_cluster.machine import JoinedMachine, RemoteProcess
@@ -71,7 +71,7 @@ class RemoteRanks:
         """Wait until there are `count` places on machines, and return them (at least as many) with their machines.
         Raises RoleDied if too few machines have joined in time."""
         try:
-            async with deadline("conductor", f"places for {count} ranks on other machines", self._seconds):
+            async with deadline("conductor", f"places for {several(count, 'rank')} on other machines", self._seconds):
                 while len(places := self._free()) < count:
                     self._came.clear()
                     await self._came.wait()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.core.errors import Problem, RecipeError, nearest, several
 from stretto.processes.stopping import until_cut_short
 from stretto.store.files import write_atomically
 from stretto_app.study.conduct import TrainProcesses, conduct
@@ -42,7 +42,7 @@ def perform(
     path = find_study(study)
     loaded = load_study(path, seeds, steps)
     with StudyFolder.take(out or Path("studies") / loaded.name, loaded) as folder:
-        _say(f"{len(loaded.cells)} cells, {len(loaded.runs)} runs in {folder.path}")
+        _say(f"{several(len(loaded.cells), 'cell')}, {several(len(loaded.runs), 'run')} in {folder.path}")
         progress = until_cut_short(conduct(loaded, folder, runner(folder), _say, jobs))
         result = summarise(loaded, progress)
         write_atomically(folder.results, msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")

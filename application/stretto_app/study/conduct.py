@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from stretto.core.deadlines import deadline, waiting
-from stretto.core.errors import DeadlineExceeded, RunFolderError, StoreError
+from stretto.core.errors import DeadlineExceeded, RunFolderError, StoreError, several
 from stretto.core.machine import cores
 from stretto.core.records import Record
 from stretto.core.tasks import gather_or_cancel
@@ -195,7 +195,7 @@ async def conduct(
             say(f"{_name(study, run)}: failed: {error}")
     total = len(study.runs)
     if progress.finished:
-        say(f"{len(progress.finished)} of {total} runs are finished already")
+        say(f"{len(progress.finished)} of {several(total, 'run is', 'runs are')} finished already")
 
     async def work() -> None:
         while waiting and not stop.requested:

@@ -28,7 +28,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from stretto.core.errors import Problem, RecipeError
+from stretto.core.errors import Problem, RecipeError, several
 from stretto.launch.preflight.base import digest
 from stretto.launch.recipe.file import read_toml
 from stretto.launch.recipe.recipe import Recipe, override, parse_recipe, to_toml, validate, validated
@@ -171,7 +171,7 @@ def _axes(file: StudyFile, place: str) -> tuple[list[_Axis], list[Problem]]:
     if file.variants:
         axes.insert(0, _Axis(VARIANT, file.variants))
     if (cells := math.prod(len(axis.settings) for axis in axes)) > _MOST_CELLS:
-        problems.append(Problem(f"{place}: grid", f"{cells:,} cells", f"a study has {_MOST_CELLS:,} at most"))
+        problems.append(Problem(f"{place}: grid", several(cells, "cell"), f"a study has {_MOST_CELLS:,} at most"))
         axes = []
     return axes, problems
 
@@ -260,7 +260,7 @@ def _unequal(path: Path, cells: Sequence[tuple[Mapping[str, str], Recipe]]) -> I
             yield Problem(f"{path}: grid", found, "leave out one of them; `seeds` says how many seeds a cell has")
     if len(trained) > 1:
         (few, one), (many, other) = min(trained.items()), max(trained.items())
-        counts = f"{one!r} would train {few:,} trajectories and {other!r} {many:,}"
+        counts = f"{one!r} would train {several(few, 'trajectory')} and {other!r} {many:,}"
         remedy = "set trainer.steps beside batch_size and group_size in [variants], so that every cell trains as many"
         yield Problem(f"{path}: grid", counts, remedy)
     for key in ("prompts", "samples", "seed"):

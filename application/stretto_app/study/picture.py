@@ -9,6 +9,7 @@ from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.ticker import PercentFormatter
 
+from stretto.core.errors import several
 from stretto_app.study.statistics import CurvePoint, Interval
 from stretto_app.study.summary import CellSummary, StudyResult
 from stretto_report.dashboard.style import BLUE, GREEN, INK, ORANGE, PINK, RED, SKY, panels, saved_as, titled
@@ -24,7 +25,7 @@ def draw(path: Path, result: StudyResult) -> None:
     with saved_as(path, figure):
         titled(axes, result.study, result.intervals, x="held-out accuracy of the last version")
         _cells(axes, result.cells, colours)
-        titled(steps, "Against steps", f"{result.trajectories:,} trained trajectories a run", x="training step")
+        titled(steps, "Against steps", f"{several(result.trajectories, 'trained trajectory')} a run", x="training step")
         titled(clock, "Against the clock", "until the quickest run has ended", x="seconds")
         for cell, colour in zip(result.cells, colours, strict=True):
             _curve(steps, cell.by_step, colour)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stretto import __version__
-from stretto.core.errors import UNREADABLE, DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError
+from stretto.core.errors import UNREADABLE, DeadlineExceeded, HandshakeBroken, HandshakeRefused, StrettoError, several
 from stretto.core.tasks import cancel_and_wait, first_of
 from stretto.loop.records.totals import Tenure
 from stretto.processes.http.tls import server_context
@@ -158,7 +158,7 @@ class Gate:
         """Log a refusal, at a limited rate."""
         self._unsaid += 1
         if (now := time.monotonic()) >= self._quiet_until:
-            more = f", and {self._unsaid - 1} callers before it" if self._unsaid > 1 else ""
+            more = f", and {several(self._unsaid - 1, 'caller')} before it" if self._unsaid > 1 else ""
             self._unsaid, self._quiet_until = 0, now + _QUIET_SECONDS
             self._doors.say(f"turned away at the gate: {refused}{more}")
 

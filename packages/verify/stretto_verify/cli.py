@@ -74,7 +74,7 @@ def read_rows(path: Path, needed: str) -> list[tuple[int, dict[str, Any]]]:
         except (ValueError, RecursionError) as error:
             problems.append(f"{path}:{number}: {error}")
     if len(problems) > _SHOWN:
-        problems = [*problems[:_SHOWN], f"{path}: {len(problems) - _SHOWN} more lines like these"]
+        problems = [*problems[:_SHOWN], f"{path}: lines like these: {len(problems) - _SHOWN:,} more"]
     if not rows and not problems:
         problems = [f"{path}: no rows; at least one is needed"]
     if problems:

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.errors import CallInterrupted, RefusedRequest
+from stretto.core.errors import CallInterrupted, RefusedRequest, several
 from stretto.core.forest import Tokens
 from stretto.core.records import NOTHING, PROMPT, Outcome, Prompt, Sampling, StopReason, Trajectory, Verdict
 from stretto.core.states import why_no_reward
@@ -142,7 +142,7 @@ class Exchange:
         room = min(sampling.max_tokens, self._services.context - before)
         if room < 1:
             allowed = f"the model's context has {self._services.context}"
-            raise RefusedRequest("messages", f"{before} tokens", allowed)
+            raise RefusedRequest("messages", several(before, "token"), allowed)
         try:
             chosen = msgspec.convert(wanted, _Wanted)
         except msgspec.ValidationError as error:

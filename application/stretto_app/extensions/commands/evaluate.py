@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.core.errors import Problem, RecipeError, nearest, several
 from stretto.core.machine import Seat
 from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.doors.loading import from_package
@@ -146,7 +146,7 @@ def evaluate(
     sampling = plan.sampling
     say(
         f"reward {plan.recipe.rewards.title} | temperature {sampling.temperature:g}, at most {sampling.max_tokens} "
-        f"tokens | {len(plan.held_out):,} prompts | sampling seed {plan.recipe.evaluation.seed}"
+        f"tokens | {several(len(plan.held_out), 'prompt')} | sampling seed {plan.recipe.evaluation.seed}"
     )
     for note in dict.fromkeys(plan.notes):
         say(f"warning: {note}")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RecipeError, nearest
+from stretto.core.errors import Problem, RecipeError, nearest, several
 from stretto_foresight.planner.lengths import check_lengths
 from stretto_foresight.planner.machine import MachineProfile, machine_of
 
@@ -54,7 +54,7 @@ def _connected(machine: MachineProfile, choice: PlanChoice) -> MachineProfile:
     if choice.nodes is not None:
         gpus = choice.gpus or 0
         if choice.nodes < 1 or gpus % choice.nodes or not gpus:
-            found = f"{gpus or 'no'} GPUs cannot be shared out to {choice.nodes} nodes"
+            found = f"{gpus or 'no'} GPUs cannot be shared out to {several(choice.nodes, 'node')}"
             raise RecipeError([Problem(f"--nodes {choice.nodes}", found, "give --gpus as a multiple of --nodes")])
         changes["node_devices"] = gpus // choice.nodes
     if choice.network is not None:

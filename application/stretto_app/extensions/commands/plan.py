@@ -10,7 +10,7 @@ from statistics import fmean
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError
+from stretto.core.errors import Problem, RunFolderError, several
 from stretto.launch.preflight.devices import reference_of
 from stretto.launch.preflight.plan import Outline
 from stretto.launch.preflight.questions import encode_demonstrations
@@ -89,7 +89,8 @@ def memory_per_device(asked: Outline) -> str:
     costs = Costs(job, machine_of(_ANY), layout)
     memory, cache = costs.memory(), costs.token_bytes / 2**20
     return (
-        f"{layout.ranks} ranks of {costs.rank().total / 2**30:.1f} GiB; {layout.engines} engines of {layout.tensor}, "
+        f"{several(layout.ranks, 'rank')} of {costs.rank().total / 2**30:.1f} GiB; "
+        f"{several(layout.engines, 'engine')} of {layout.tensor}, "
         f"{memory.engine:.1f} GiB of weights on each, and {cache:.3f} MiB for each token in the KV cache"
     )
 
@@ -128,7 +129,7 @@ def _lengths(asked: Outline, words: str | None, say: Callable[[str], None]) -> L
     if asked.demonstrations and (asked.base.path / "tokenizer.json").is_file():
         shown = [one for one in asked.demonstrations if isinstance(one, Question)][:_SHOWN]
         known = encode_demonstrations(shown, load_tokenizer(asked.base.path), asked.base.context_length)
-        say(f"lengths of completions: those of {len(known):,} demonstrations; --lengths gives others")
+        say(f"lengths of completions: those of {several(len(known), 'demonstration')}; --lengths gives others")
         return alone((len(one.completion_ids) for one in known), prompt, most)
     say(
         f"lengths of completions are not known: log-normal with a mean of {most * _ASSUMED_MEAN:.0f} tokens is "
@@ -150,7 +151,7 @@ def rank_share(one: LayoutPrediction) -> float:
 def named(one: LayoutPrediction) -> str:
     """Short description of a layout: engines, their size, ranks, and seconds of a step."""
     of = f" of {one.tensor}" if one.tensor > 1 else ""
-    return f"{one.engines:,} engines{of}, {one.ranks:,} ranks, {one.step_seconds:,.3g} s a step"
+    return f"{several(one.engines, 'engine')}{of}, {several(one.ranks, 'rank')}, {one.step_seconds:,.3g} s a step"
 
 
 def table(found: RunPlan) -> str:

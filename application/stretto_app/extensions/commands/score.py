@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-from stretto.core.errors import UNREADABLE, DataError, Problem, RewardFunctionError
+from stretto.core.errors import UNREADABLE, DataError, Problem, RewardFunctionError, several
 from stretto.core.records import Outcome, Verdict
 from stretto.rewards.config import RewardsConfig
 from stretto.rewards.service.pool import RewardPool
@@ -147,7 +147,7 @@ async def _print_answers(lines: list[Line[MathLine]], config: RewardsConfig) -> 
         row = line.row | {"verdict": verdict.outcome.value, "seconds": round(seconds, 4), "reason": reason}
         print(msgspec.json.encode(row).decode(), flush=True)
     if undecided:
-        print(f"{undecided:,} of {len(lines):,} lines undecided", file=sys.stderr)
+        print(f"{undecided:,} of {several(len(lines), 'line')} undecided", file=sys.stderr)
 
 
 _SHOWN = 20

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from stretto.core.errors import Problem, RecipeError
+from stretto.core.errors import Problem, RecipeError, several
 from stretto.engine.http.lifecycle import GracefulServer, run_app
 from stretto.processes import event_loop
 from stretto.processes.http.asgi import HostNames, is_loopback
@@ -70,7 +70,7 @@ def tinker(
     bound.listen()  # from here on connections wait instead of being refused
     say_aloud(f"{backend.name}: {backend.architecture}, {backend.parameters:,} parameters, context {backend.context:,}")
     say_aloud(f"models in training: at most {backend.models_bytes / 2**30:.1f} GiB in memory (--models-gib)")
-    say_aloud(f"computes with {recipe.engine.threads} of {os.cpu_count()} cores (engine.threads)")
+    say_aloud(f"computes with {recipe.engine.threads} of {several(os.cpu_count() or 1, 'core')} (engine.threads)")
     if not keys and not is_loopback(bound):
         say_aloud("warning: other machines may use this server with any key; give --key (docs/how_to/tinker.md)")
     at = url_of(host, bound.getsockname()[1])

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from stretto.core.errors import several
 from stretto.doors.loading import from_package
 from stretto.launch.preflight.checks import ASSUMED
 from stretto.launch.preflight.devices import placed, seats_of, usable_gpus
@@ -44,9 +45,9 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     print(f"model       {plan.base.path}: {plan.base.architecture}, {plan.base.parameters:,} parameters")
     asked = len(plan.held_out)
     part = "" if asked == plan.kept_apart else f" (evaluation.prompts = {asked:,} are evaluated)"
-    held_out = f"{plan.kept_apart:,} held out{part}, {len(plan.demonstrations):,} demonstrations"
+    held_out = f"{plan.kept_apart:,} held out{part}, {several(len(plan.demonstrations), 'demonstration')}"
     print(f"questions   {len(plan.training):,} for training, {held_out}")
-    tokens = f"prompt {plan.longest_prompt} + completion {plan.sampling.max_tokens} tokens"
+    tokens = f"prompt {plan.longest_prompt} + completion {several(plan.sampling.max_tokens, 'token')}"
     print(f"longest     {tokens}, context {plan.base.context_length}")
     print(f"memory      {estimate_memory(plan)}")
     for sentence in placed(plan, plan.seats) or (unplaced(recipe),):

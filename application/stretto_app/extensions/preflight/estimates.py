@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from stretto.core.errors import Problem, RecipeError
+from stretto.core.errors import Problem, RecipeError, several
 from stretto.core.machine import available_memory
 from stretto.core.machine import cores as available_cores
 from stretto.engine.config import capabilities_of
@@ -60,11 +60,13 @@ def step_and_run(plan: Outline) -> tuple[str, str]:
     prompts, each, steps = recipe.rollout.batch_size, recipe.rollout.group_size, recipe.trainer.steps
     sequences, updates = prompts * each, recipe.trainer.minibatches
     what = "completions" if recipe.workflow is None else "conversations"
-    step = f"{prompts:,} prompts × {each} {what} = {sequences:,} sequences, trained in {updates} optimizer steps"
-    step += f" of about {sequences / updates:,.0f}; {sequences * plan.longest_sequence:,} tokens at most"
-    run = f"{steps:,} steps: {steps * prompts:,} prompts ({steps * prompts / max(1, len(plan.training)):.2g} epochs), "
-    run += f"{steps * sequences:,} sequences, {steps * updates:,} optimizer steps"
-    return step, f"{run}, {steps * sequences * plan.longest_sequence:,} tokens at most"
+    step = f"{several(prompts, 'prompt')} × {each} {what} = {several(sequences, 'sequence')}"
+    step += f", trained in {several(updates, 'optimizer step')}"
+    step += f" of about {sequences / updates:,.0f}; {several(sequences * plan.longest_sequence, 'token')} at most"
+    epochs = steps * prompts / max(1, len(plan.training))
+    run = f"{several(steps, 'step')}: {several(steps * prompts, 'prompt')} ({epochs:.2g} epochs), "
+    run += f"{several(steps * sequences, 'sequence')}, {several(steps * updates, 'optimizer step')}"
+    return step, f"{run}, {several(steps * sequences * plan.longest_sequence, 'token')} at most"
 
 
 def estimate_memory(plan: Outline) -> MemoryEstimate:
@@ -188,7 +190,8 @@ def warnings(plan: Outline, folder: Path) -> list[str]:
     served = 0 if recipe.engine.addresses else recipe.local_engines
     threads = served * recipe.engine.threads + recipe.trainer.local_ranks * recipe.trainer.threads
     if threads > cores and recipe.rollout.staleness_bounds[1] > 0:
-        notes.append(f"engines and trainer use {threads} threads on {cores} cores: they will slow each other down")
+        used = f"{several(threads, 'thread')} on {several(cores, 'core')}"
+        notes.append(f"engines and trainer use {used}: they will slow each other down")
     if (longest := plan.longest_sequence) > recipe.trainer.micro_batch_tokens:
         notes.append(
             f"a prompt with its completion may have {longest} tokens, more than trainer.micro_batch_tokens = "

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from stretto.core.errors import Problem, RecipeError, RewardFunctionError, RoleError
+from stretto.core.errors import Problem, RecipeError, RewardFunctionError, RoleError, several
 from stretto.core.records import Group, Outcome, Prompt, Segment, StopReason, Trajectory, Verdict, trajectory_id
 from stretto.doors.door import Section, raised
 from stretto.doors.loading import from_package, is_own
@@ -343,7 +343,7 @@ def _lost(config: RewardsConfig, call: _Call, count: int) -> Problem:
     """Describe `count` calls without a verdict in time as a problem; `call` is the last of them."""
     which = f"the gold answer of {place_of(call.question)}, judged as a completion"
     if call.verdict.outcome is Outcome.UNDECIDED and not call.verdict.reason.startswith(TIMED_OUT):
-        times = f"in any of {count} calls" if count > 1 else "in one call"
+        times = f"in any of {several(count, 'call')}" if count > 1 else "in one call"
         found = f"{config.function!r} returned no verdict {times}, on {which}: {call.verdict.reason}"
         return Problem(PLACE, found, "undecided completions are never trained on")
     done = "took" if call.verdict.outcome is not Outcome.UNDECIDED else "was not done after"

@@ -23,7 +23,7 @@
     ├── WireError                an incomplete message or publication
     │   ├── TornPublication      weights whose size or checksum does not fit
     │   ├── RefusedRequest       a request the engine will not serve; names the field
-    │   └── HandshakeRefused     a peer that did not prove the shared key, or did not admit this process
+    │   └── HandshakeRefused     a peer that did not prove the shared token, or did not admit this process
     │       └── HandshakeBroken  a peer that closed the connection before it admitted or refused this process
     ├── StoreError               the run folder's contents contradict themselves
     ├── CallInterrupted          a call that was interrupted and must not be repeated
@@ -145,8 +145,7 @@ class Mistakes:
         return True
 
     def done(self) -> None:
-        """Raise one error with all collected problems, without duplicates, if there are any. Its class is that of the
-        first collected error."""
+        """Raise the collected problems, without duplicates, as one error of the first one's class, if there are any."""
         if self.problems:
             raise self._first(dict.fromkeys(self.problems))
 
@@ -350,7 +349,7 @@ class RefusedRequest(WireError):
 
 
 class HandshakeRefused(WireError):
-    """The peer did not prove the shared key, did not admit this process, or uses another protocol."""
+    """The peer did not prove the shared token, did not admit this process, or uses another protocol."""
 
     def __init__(self, peer: str, how: str) -> None:
         self.peer, self.how = peer, how
@@ -401,10 +400,7 @@ class OutOfMemory(StrettoError):
 
 class TrainingDiverged(StrettoError):
     """Gradients were not finite for `max_bad_steps` optimizer steps in a row; the parameters are as before the first of
-    them.
-
-    `answers`: ids of the trajectories of the last such step, where known.
-    """
+    them. `answers`: ids of the trajectories of the last such step, where known."""
 
     def __init__(self, step: int, in_a_row: int, answers: tuple[str, ...] = ()) -> None:
         self.step, self.in_a_row, self.answers = step, in_a_row, answers
@@ -413,7 +409,7 @@ class TrainingDiverged(StrettoError):
     def __str__(self) -> str:
         more = f" and {len(self.answers) - 8} more" if len(self.answers) > 8 else ""
         over = f" (the last over {', '.join(self.answers[:8])}{more})" if self.answers else ""
-        found = f"{self.in_a_row} optimizer steps in a row had NaN or infinite gradients{over}"
+        found = f"{several(self.in_a_row, 'optimizer step')} in a row had NaN or infinite gradients{over}"
         return f"training step {self.step}: {found}; lower trainer.learning_rate, or resume from an earlier checkpoint"
 
 
@@ -457,10 +453,14 @@ def naming(place: Path) -> Iterator[None]:
 def nearest(name: str, allowed: Iterable[str], others: str = "allowed") -> str:
     """Text of the remedy for an unknown name: the most similar allowed name, or all allowed names, behind the word
     `others`, if none is similar."""
-    close = difflib.get_close_matches(name, names := sorted(allowed), n=1, cutoff=0.6)
-    if close:
+    if close := difflib.get_close_matches(name, names := sorted(allowed), n=1, cutoff=0.6):
         return f"did you mean {close[0]!r}?"
     return f"{others}: " + ", ".join(names) if names else ""
+
+
+def several(count: int, one: str, many: str = "") -> str:
+    """Text for a number of things: "1 step", "2,048 steps". `many`: plural; "": that of `one`, with "s" or "ies"."""
+    return f"{count:,} {one if count == 1 else many or (one[:-1] + 'ies' if one[-1] == 'y' else one + 's')}"
 
 
 def harmless(text: str, ascii_only: bool = False) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError, StoreError, described
+from stretto.core.errors import Problem, RunFolderError, StoreError, described, several
 from stretto.doors.loading import from_package, of_application
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.preflight.base import digest
@@ -360,7 +360,7 @@ def _where_it_ended(folder: RunFolder, plan: Plan, ledger: Ledger) -> StartState
     if beginning.saved_step:
         check_checkpoint(Checkpoints(folder.checkpoints).path(beginning.saved_step), recipe.trainer, folder.policy(0))
     if beginning.version > recipe.trainer.steps:
-        found = f"{recipe.trainer.steps}, and the run has done {beginning.version} steps"
+        found = f"{recipe.trainer.steps}, and the run has done {several(beginning.version, 'step')}"
         raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, "ask for more steps")])
     _check_rates(folder, before.trainer, recipe.trainer, beginning)
     ending = _end_of(folder, beginning.version) if before.evaluation == recipe.evaluation else None

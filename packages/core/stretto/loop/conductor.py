@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from stretto.core.deadlines import Watchdog, deadline
-from stretto.core.errors import EngineLost, RefusedRequest
+from stretto.core.errors import EngineLost, RefusedRequest, several
 from stretto.core.events import Span
 from stretto.core.records import Batch, Trajectory
 from stretto.core.tasks import cancel_and_wait
@@ -240,8 +240,8 @@ class Conductor:
 
     def _queues(self) -> str:
         queues = self.controller
-        counts = f": {queues.in_flight} groups in flight, {queues.buffered} buffered, {queues.filtered} filtered"
-        return counts + self.engines.absence
+        counts = f"{queues.buffered} buffered, {queues.filtered} filtered{self.engines.absence}"
+        return f": {several(queues.in_flight, 'group')} in flight, {counts}"
 
     def _expire_overdue(self) -> None:
         for ticket in self.controller.overdue():

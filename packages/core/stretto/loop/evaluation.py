@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from stretto.core.engine import Generate
+from stretto.core.errors import several
 from stretto.core.events import Span
 from stretto.core.records import (
     Completion,
@@ -108,10 +109,12 @@ class BestPolicy:
     def why(self) -> str:
         """Reason why the run should end; empty while it should go on."""
         if self._goal and self._reached >= self._goal_holds:
-            return f"accuracy {self._goal:g} reached in {self._reached} evaluations in a row (evaluation.goal)"
+            reached = several(self._reached, "evaluation")
+            return f"accuracy {self._goal:g} reached in {reached} in a row (evaluation.goal)"
         if self._patience and self._since >= self._patience and self._best is not None:
             best = f"{self._best.accuracy:.4f} at step {self._best.step}"
-            return f"{self._since} evaluations in a row were not better than {best} (evaluation.patience)"
+            since = several(self._since, "evaluation in a row was", "evaluations in a row were")
+            return f"{since} not better than {best} (evaluation.patience)"
         return ""
 
     def hold(self, step: int) -> None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Generic, NoReturn, TypeVar
 
-from stretto.core.errors import RoleDied
+from stretto.core.errors import RoleDied, several
 
 RESTART_DELAY_SECONDS = 0.5  #: time for the system to free memory, or room for a process
 
@@ -130,7 +130,7 @@ class Supervisor(Generic[T]):
             if not self._wanted():
                 raise RoleDied(self.name, how, self._log) from cause
             if counted and self.restarts.exceeded_by_one_more():
-                raise RoleDied(self.name, f"{how}, {len(self.restarts)} times", self._log) from cause
+                raise RoleDied(self.name, f"{how}, {several(len(self.restarts), 'time')}", self._log) from cause
             self._say(f"{self.name} {how}: a new one is started")
             await self._sleep(self.restarts.pause)
             try:

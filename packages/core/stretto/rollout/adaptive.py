@@ -43,6 +43,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from stretto.core.errors import several
 from stretto.core.records import Record
 
 _MOST = 2.0  # cap: one bad step cannot lower a bound whose smoothed mismatch allows a raise
@@ -171,7 +172,7 @@ class AdaptiveInFlight(Record, frozen=True):
     @property
     def reason(self) -> str:
         """The window's measurements as text."""
-        lost = f", {self.preempted} completions preempted" if self.preempted else ""
+        lost = f", {several(self.preempted, 'completion')} preempted" if self.preempted else ""
         return f"{self.needed:.2f} of the fullest engine needed{lost}"
 
 

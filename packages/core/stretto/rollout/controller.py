@@ -22,7 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from stretto.core.admission import BoundChange, Staleness, admits, due
-from stretto.core.errors import StrettoError
+from stretto.core.errors import StrettoError, several
 from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory, trajectory_id
 from stretto.core.states import Journal
 from stretto.rollout.adaptive import AdaptiveBound, AdaptiveInFlight, Pressure, adapted, decided, measured
@@ -320,7 +320,7 @@ class Controller:
             self._prompts.give_back(ticket.draw, failures=1)
         if self._failures_in_a_row > self.config.max_failures_in_a_row:
             raise TooManyFailures(
-                f"{self._failures_in_a_row} groups failed in a row, the last one is {ticket.group_id}; "
+                f"{several(self._failures_in_a_row, 'group')} failed in a row, the last one is {ticket.group_id}; "
                 "`stretto export` shows the reason of each (rollout.max_failures_in_a_row)"
             )
 

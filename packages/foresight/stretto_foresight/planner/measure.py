@@ -18,6 +18,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from stretto.core.errors import several
 from stretto.core.machine import cores, processor
 from stretto.core.records import (
     Batch,
@@ -107,7 +108,7 @@ def calibrate(say: Callable[[str], None]) -> MachineProfile:
         with tempfile.TemporaryDirectory(prefix="stretto-calibrate-") as folder:
             for number, config in enumerate(ON_A_GPU if gpu else ON_A_PROCESSOR):
                 measure_shape(config, Path(folder) / str(number), found)
-                say(f"measured: {config.layers} layers of width {config.hidden_size}")
+                say(f"measured: {several(config.layers, 'layer')} of width {config.hidden_size}")
         bandwidth = _bandwidth()
     finally:
         torch.set_num_threads(threads)
@@ -118,7 +119,7 @@ def profile_of(found: Measurements, bandwidth: float) -> MachineProfile:
     """Return a record of this machine fitted to the measurements, with its name, memory and cores. `bandwidth`: memory
     bandwidth in bytes per second."""
     gpu = torch.cuda.is_available()
-    name = torch.cuda.get_device_name() if gpu else f"{processor()}, {cores()} cores"
+    name = torch.cuda.get_device_name() if gpu else f"{processor()}, {several(cores(), 'core')}"
     memory = torch.cuda.mem_get_info()[1] if gpu else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     decode = fit_decode(found.decodes)
     fitted = {

@@ -23,8 +23,7 @@ import msgspec
 from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.core.deadlines import deadline
-from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest
+from stretto.core.errors import RefusedRequest, several
 from stretto.core.records import GenerateRequest, derive_seed
 from stretto.processes.http.asgi import HostNames, header
 from stretto.processes.http.prometheus import CONTENT_TYPE
@@ -171,7 +170,7 @@ class ServeApp(ChatServer):
         `SamplingRule.sampling` does, which gets `strict`."""
         options, completions = request.options, 1 if request.n is UNSET else request.n
         if completions * len(prompts) > _MOST_COMPLETIONS:
-            found = f"{completions} completions to each of {len(prompts):,} prompts"
+            found = f"{several(completions, 'completion')} to each of {several(len(prompts), 'prompt')}"
             raise RefusedRequest("n", found, f"at most {_MOST_COMPLETIONS:,} completions in one request")
         engine_requests = []
         for number, prompt in enumerate(prompts):

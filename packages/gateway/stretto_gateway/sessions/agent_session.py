@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import RefusedRequest
+from stretto.core.errors import RefusedRequest, several
 from stretto.core.events import RecordedCall
 from stretto.core.forest import parent_of, paths
 from stretto.core.records import Record, Segment
@@ -263,7 +263,7 @@ class AgentSession:
             return known
         recorded, most = self._on_record[digest] > 0, self.model.config.turns
         if not (recorded or keyed) and max(len(self._pending), self._turns_counted()) >= most:
-            raise RefusedRequest("messages", "another turn", f"at most {most:,} turns of one session")
+            raise RefusedRequest("messages", "another turn", f"at most {several(most, 'turn')} of one session")
         self._on_record[digest] -= recorded
         task = asyncio.create_task(self._watched(request, digest, attempt.key), name=f"a turn of {self.id}")
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks an error as retrieved

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from stretto.core.canary import AGREEING, agreeing, coarser, routes
-from stretto.core.errors import StoreError
+from stretto.core.errors import StoreError, several
 from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.run_folder import RunFolder
@@ -124,7 +124,7 @@ def idle_role(found: Evidence) -> Iterator[Alarm]:
         seconds = float(clock[-1] - clock[min(first, len(clock) - 1)])
         if len(clock) - first >= WINDOW and seconds >= _IDLE_SECONDS:
             role = name.removeprefix("busy.")
-            message = f"{role} has done nothing for {seconds:.0f} s, {len(clock) - first} steps"
+            message = f"{role} has done nothing for {seconds:.0f} s, {several(len(clock) - first, 'step')}"
             yield Alarm("idle_role", f"{role} does nothing", int(found.steps[first]), message, "timeline")
 
 
@@ -151,7 +151,9 @@ def disk_filling(found: Evidence) -> Iterator[Alarm]:
     if found.disk.free < max(need, _ROOM):
         message = f"{found.disk.free / 2**30:.2f} GiB are free"
         if left:
-            message += f"; the {left} steps that are left will write about {need / 2**30:.2f} GiB"
+            message += (
+                f"; the {several(left, 'step that is', 'steps that are')} left will write about {need / 2**30:.2f} GiB"
+            )
         yield Alarm("disk_filling", "disk filling", done, message, "recipe:store.keep_payloads")
 
 
@@ -222,9 +224,9 @@ class AlarmReport(Record, frozen=True):
 
     def __str__(self) -> str:
         fired = (
-            f"{len(self.alarms)} of {self.checks} alarms fired"
+            f"{len(self.alarms)} of {several(self.checks, 'alarm')} fired"
             if self.alarms
-            else f"none of {self.checks} alarms fired"
+            else f"none of {several(self.checks, 'alarm')} fired"
         )
         if not self.not_measured:
             return f"{fired}, all were measured"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.errors import several
 from stretto.core.records import Batch, Record, Trajectory
 from stretto.store.ledger.reading import read_batches
 from stretto.store.ledger.schema import reading
@@ -29,7 +30,7 @@ class Parting(Record, frozen=True):
     def __str__(self) -> str:
         if self.fields:
             return f"the runs differ at step {self.step}: {', '.join(self.fields)}"
-        equal = f"equal in all {self.step} steps: batches, tokens, log-probabilities, rewards and losses"
+        equal = f"equal in all {several(self.step, 'step')}: batches, tokens, log-probabilities, rewards and losses"
         if not self.policies:
             return f"{equal}; no version's weights could be compared"
         return f"{equal}, and the weights of versions {', '.join(map(str, self.policies))}"

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.errors import UNREADABLE, Problem, RunFolderError
+from stretto.core.errors import UNREADABLE, Problem, RunFolderError, several
 from stretto.core.records import Record
 from stretto.store.inspection import Inspection
 from stretto.store.ledger.reading import fact
@@ -131,7 +131,7 @@ def _other_machine(folder: RunFolder, predicted: str) -> str:
         ran = msgspec.json.decode((folder.path / "machine.json").read_bytes(), type=Machine)
     except (OSError, *UNREADABLE):
         return ""
-    processor = f"{ran.processor}, {ran.cores} cores"
+    processor = f"{ran.processor}, {several(ran.cores, 'core')}"
     words = [re.findall(r"\w+", name.partition(",")[0].lower()) for name in ran.accelerators]
     same = any(set(re.findall(r"\w+", predicted.lower())) <= set(of_one) for of_one in words)
     return "" if same or predicted == processor else ", ".join(ran.accelerators) or processor

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from stretto.core.errors import Problem, RunFolderError
+from stretto.core.errors import Problem, RunFolderError, several
 from stretto.store.inspection import CanaryProof
 from stretto.store.run_folder import RunFolder, why_no_folder
 from stretto.store.series.lines import LineFollower
@@ -51,7 +51,7 @@ def watch_in_terminal(folders: Sequence[Path], leaves: Leaves | None = None) -> 
 
 def _run_of(folders: Sequence[Path]) -> WatchedRun:
     if len(folders) != 1:
-        raise RunFolderError([Problem("--terminal", f"{len(folders)} folders", "shows one run: give its folder")])
+        raise RunFolderError([Problem("--terminal", several(len(folders), "folder"), "shows one run: give its folder")])
     (folder,) = folders
     if found := why_no_folder(folder):
         raise RunFolderError([Problem(str(folder), found, "give a run folder")])

@@ -12,7 +12,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from stretto.core.errors import DataError, Mistakes, Problem
+from stretto.core.errors import DataError, Mistakes, Problem, several
 from stretto.rollout.questions import Pair, Question, Questions
 from stretto.rollout.tasks import DatasetTask, JsonlTask
 from stretto_workflows.data import jsonl
@@ -73,7 +73,7 @@ def questions(task: JsonlTask) -> Questions:
         training = rows
     else:
         if len(rows) <= task.held_out:
-            found = f"{len(rows)} rows, and held_out = {task.held_out} of them are for evaluation"
+            found = f"{several(len(rows), 'row')}, and held_out = {task.held_out} of them are for evaluation"
             raise DataError([Problem(task.file, found, "give more rows, or a smaller task.held_out")])
         training, held_out = rows[: -task.held_out], rows[-task.held_out :]
     return Questions(training, held_out, lambda: [row for row in training if row.demonstration is not None])

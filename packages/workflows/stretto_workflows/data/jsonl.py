@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stretto.core.errors import DataError, Mistakes, Problem, nearest
+from stretto.core.errors import DataError, Mistakes, Problem, nearest, several
 from stretto.launch.preflight.paths import nearest_file
 
 #: Most characters of a line; tests of programs may have inputs of many megabytes.
@@ -81,7 +81,7 @@ def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Give
                     alike.setdefault(kind, []).append(problem)
     mistakes.problems[:0] = _told(list(alike.values()))
     if hidden:
-        mistakes.problems.append(Problem(name, f"{hidden} more rows like these"))
+        mistakes.problems.append(Problem(name, f"{several(hidden, 'more row')} like these"))
     if not found and not mistakes.problems:
         mistakes.problems.append(Problem(name, "no rows", "at least one is needed"))
     mistakes.done()
@@ -96,7 +96,7 @@ def _told(alike: Sequence[Sequence[Problem]]) -> Iterator[Problem]:
         if count <= _SAME:
             yield from same
         else:
-            remedy = "; ".join(filter(None, (first.remedy, f"and {count - 1} more rows")))
+            remedy = "; ".join(filter(None, (first.remedy, f"and {several(count - 1, 'more row')}")))
             yield Problem(first.place, first.found, remedy)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from jinja2 import StrictUndefined, TemplateError, TemplateSyntaxError, UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from stretto.core.errors import DataError, Problem, nearest
+from stretto.core.errors import DataError, Problem, nearest, several
 from stretto.core.records import derive_seed
 from stretto.rollout.questions import Question
 from stretto.rollout.tasks import RowsSource
@@ -79,7 +79,7 @@ def questions(source: RowsSource) -> tuple[list[Question], list[Question], list[
     if len(kept) < len(found):
         notes.append(f"{source.title}: {len(found) - len(kept):,} of {len(found):,} rows repeat another, left out")
     if source.held_out and len(kept) <= source.held_out:
-        told = f"{len(kept)} rows, and held_out = {source.held_out} of them are for evaluation"
+        told = f"{several(len(kept), 'row')}, and held_out = {source.held_out} of them are for evaluation"
         raise DataError([Problem(source.data, told, "give more rows, or a smaller held_out")])
     end = len(kept) - source.held_out
     return kept[:end], kept[end:], notes

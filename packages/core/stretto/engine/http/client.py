@@ -23,6 +23,7 @@ from stretto.core.errors import (
     RefusedRequest,
     TornPublication,
     WireError,
+    several,
 )
 from stretto.core.events import MOST_SPANS, Span
 from stretto.core.frames import LARGEST_FRAME, Unframer
@@ -119,7 +120,7 @@ class HttpEngine:
                 if not parts:
                     break
         if missing:
-            raise EngineLost(self.name, f"ended {requested} with {missing} completions missing")
+            raise EngineLost(self.name, f"ended {requested} with {several(missing, 'completion')} missing")
 
     def _check_all(
         self, arrived: Sequence[Completion], asked: Mapping[str, GenerateRequest], had: set[tuple[str, int]]

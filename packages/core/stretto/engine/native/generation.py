@@ -18,7 +18,7 @@ from torch import Tensor
 from stretto.core.canary import Challenge, Loaded
 from stretto.core.deadlines import deadline
 from stretto.core.engine import MOST_COMPLETIONS, EngineHealth, NewToken
-from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError, several
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials
 from stretto.engine.backend import ENDED, Stream
@@ -210,7 +210,7 @@ class Generation:
         if request.id in self._listeners:  # finished by the engine, not yet sent
             raise RefusedRequest("id", repr(request.id), "an id that no open request uses")
         if self.engine.waiting and self.engine.waiting + len(request.seeds) > MOST_WAITING:
-            how = f"has {self.engine.waiting:,} completions waiting already, of {MOST_WAITING:,} that may"
+            how = f"has {several(self.engine.waiting, 'completion')} waiting already, of {MOST_WAITING:,} that may"
             raise EngineLost(self.engine.name, how)
         self.engine.add(request)
         self._work.set()

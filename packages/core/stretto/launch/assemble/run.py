@@ -12,6 +12,7 @@ from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+from stretto.core.errors import several
 from stretto.core.records import Update
 from stretto.core.tasks import run_beside
 from stretto.doors.loading import from_package
@@ -73,10 +74,10 @@ class StartState:
         """Return log lines about the starting point: why nothing is left to do; or which checkpoints are broken, which
         sources have changed, and where the run continues. Empty for a new run."""
         if self.early:
-            done = f"the run has ended early, after {self.version:,} steps: {self.early}"
+            done = f"the run has ended early, after {several(self.version, 'step')}: {self.early}"
             return [f"{done}; nothing is left to do; other settings of [evaluation] continue it"]
         if self.done:
-            done = f"all {self.version:,} steps of the run are done, and its last version is evaluated"
+            done = f"all {several(self.version, 'step')} of the run are done, and its last version is evaluated"
             return [f"{done}: nothing is left to do; trainer.steps=M with M > {self.version} continues it"]
         found = [f"a newer checkpoint is not whole: {sentence}" for sentence in self.broken]
         found += self.changed
@@ -85,7 +86,8 @@ class StartState:
                 f"the checkpoint of step {self.saved_step}" if self.saved_step else "its start: it has no checkpoint"
             )
             behind = self.version - self.saved_step
-            found.append(f"continues at version {self.version} from {start}; {behind} steps are done again")
+            again = several(behind, "step is", "steps are")
+            found.append(f"continues at version {self.version} from {start}; {again} done again")
         return found
 
     @classmethod

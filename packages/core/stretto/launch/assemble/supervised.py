@@ -14,7 +14,7 @@ import xxhash
 
 from stretto import __version__
 from stretto.core.deadlines import deadline
-from stretto.core.errors import RoleDied, RoleFailed, naming
+from stretto.core.errors import RoleDied, RoleFailed, naming, several
 from stretto.core.events import SupervisedProgress
 from stretto.core.machine import Seat, cache_folder, on_gpus, sync
 from stretto.launch.preflight.base import check_cache, digest
@@ -162,7 +162,8 @@ async def warm_start(
     else:
         check_cache()
         steps, count = plan.recipe.warm_start.steps, len(plan.demonstrations)
-        say(f"phase 1 of 3: warm start, {steps:,} supervised steps on {count:,} demonstrations; cached in {folder}")
+        learns = f"{several(steps, 'supervised step')} on {several(count, 'demonstration')}"
+        say(f"phase 1 of 3: warm start, {learns}; cached in {folder}")
         await fine_tune_to(plan, folder, log, on_learning, spawner, say)
     return folder
 

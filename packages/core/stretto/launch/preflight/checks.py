@@ -20,6 +20,7 @@ from stretto.core.errors import (
     RunFolderError,
     StoreError,
     nearest,
+    several,
 )
 from stretto.core.machine import gpus, unusable
 from stretto.doors.loading import check_packages, from_package, is_own
@@ -181,7 +182,7 @@ def check_ports(recipe: Recipe) -> None:
         return
     ports = range(config.base_port, config.base_port + config.count)
     if ports[-1] > _LARGEST_PORT:
-        found = f"{config.base_port}, and {config.count} engines need {config.count} ports from there"
+        found = f"{config.base_port}, and {several(config.count, 'engine')} need {config.count} ports from there"
         raise RecipeError([Problem("engine.base_port", found, f"ports end at {_LARGEST_PORT}")])
     taken = [port for port in ports if not is_free(port)]
     if taken:
@@ -241,7 +242,7 @@ def check_in_flight(config: RolloutConfig) -> None:
     _, groups = config.in_flight_bounds
     if (completions := groups * config.group_size) > MOST_WAITING:
         key = "rollout.max_in_flight_max" if config.max_in_flight == "auto" else "rollout.max_in_flight"
-        found = f"{groups:,} groups of {config.group_size:,} (group_size) are {completions:,} completions"
+        found = f"{several(groups, 'group')} of {config.group_size:,} (group_size) are {completions:,} completions"
         raise RecipeError([Problem(key, found, f"an engine queues at most {MOST_WAITING:,}")])
 
 

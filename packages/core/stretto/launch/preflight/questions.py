@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from stretto.core.errors import DataError, Problem
+from stretto.core.errors import DataError, Problem, several
 from stretto.core.machine import cores
 from stretto.core.records import Outcome, Prompt
 from stretto.model.hf.tokenizer import Tokenizer, not_in_vocabulary
@@ -43,7 +43,7 @@ class Sifted:
             return []
         count = len(self.unreadable)
         shown = [str(problem) for problem in self.unreadable[:_SHOWN]]
-        return [f"{count:,} questions are left out: their gold answers cannot be read", *shown]
+        return [f"{several(count, 'question is', 'questions are')} left out: their gold answers cannot be read", *shown]
 
 
 def sift(config: RewardsConfig, questions: Questions, reading_seconds: float = _READING_SECONDS) -> Sifted:
@@ -213,9 +213,8 @@ def encode_within(
     if not long:
         return Within(tuple(questions), whole)
     first = place_of(next(question for question in questions if question.id == long[0]))
-    note = (
-        f"{len(long):,} of {len(whole):,} prompts ({which}) are longer than {longest:,} tokens; the first is {first}: "
-    )
+    found = f"{len(long):,} of {several(len(whole), 'prompt')} ({which}) are longer than {several(longest, 'token')}"
+    note = f"{found}; the first is {first}: "
     if long_prompts == "truncate":
         cut = tuple(msgspec.structs.replace(prompt, token_ids=prompt.token_ids[-longest:]) for prompt in whole)
         return Within(tuple(questions), cut, f"{note}their first tokens are cut off")
@@ -275,7 +274,7 @@ def refuse(problems: Sequence[Problem]) -> None:
     number of the others."""
     problems = list(dict.fromkeys(problems))  # one file may hold training and held-out questions
     if len(problems) > _SHOWN:
-        more = Problem("the task", f"{len(problems) - _SHOWN} more questions like these")
+        more = Problem("the task", f"{several(len(problems) - _SHOWN, 'more question')} like these")
         raise DataError([*problems[:_SHOWN], more])
     if problems:
         raise DataError(problems)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest
+from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest, several
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
 from stretto.loop.engines.router import LOSSES
@@ -184,7 +184,7 @@ class InFlight:
                             completion = msgspec.structs.replace(completion, member=member)
                         group.ended.setdefault(member, completion)
                     if count := len(request.seeds) - len(group.ended):
-                        raise EngineLost("an engine", f"ended {request.id} with {count} completions missing")
+                        raise EngineLost("an engine", f"ended {request.id} with {several(count, 'completion')} missing")
                 except EngineLost as loss:  # another engine continues what is known
                     if self._journal is None:
                         group.ended.clear()

@@ -6,6 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
+from stretto.core.errors import several
 from stretto.core.records import Outcome, Prompt, Trajectory
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineWriter
@@ -58,7 +59,8 @@ class WatchedSamples:
         if not self._right and self._groups >= self._alarm:
             self._alarm = 2 * self._groups
             self._say(
-                f"no completion has been right so far: {self._groups:,} groups, {self._completions:,} completions; "
+                f"no completion has been right so far: {several(self._groups, 'group')}, "
+                f"{several(self._completions, 'completion')}; "
                 "look at the completions and the gold answers in samples.jsonl of the run folder: does the reward "
                 "read them, is sampling.max_tokens enough?"
             )

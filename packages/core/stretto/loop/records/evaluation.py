@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
+from stretto.core.errors import several
 from stretto.core.records import Outcome, Prompt, Record, StopReason, Trajectory
 
 _Z = 1.959963984540054  # of a 95% interval
@@ -140,7 +141,7 @@ class Evaluation(Record, frozen=True):
             values |= {f"maj@{self.per_prompt}": self.maj} if self.maj is not None else {}
             rows += [(name, f"{value:.4f}{self._within(name)}") for name, value in values.items()]
         rows += [(name, f"{value:.4f} on average") for name, value in self.rewards.items()]
-        rows.append(("questions", f"{self.prompts:,}, {self.per_prompt} completions each"))
+        rows.append(("questions", f"{self.prompts:,}, {several(self.per_prompt, 'completion')} each"))
         rows.append(("length", f"{self.length_mean:.1f} tokens on average, {self.length_max} at most"))
         rows.append(("truncated", f"{self.truncated:,} of {self.samples:,}"))
         return "\n".join([str(self), *(f"{name:>14}  {value}" for name, value in rows)])

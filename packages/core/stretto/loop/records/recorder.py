@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import msgspec
 
 from stretto.core.admission import loss_tokens
+from stretto.core.errors import several
 from stretto.core.events import Span
 from stretto.core.records import Batch, Completion, Outcome, Prompt, StopReason, Trajectory, Update
 from stretto.loop.records.alarms import SlowReward, WatchedSamples
@@ -187,7 +188,8 @@ class Recorder:
         self._ledger.record_update(update)
         self._reporter.step(metrics)
         if update.skipped:
-            found = f"NaN or infinite gradients over {len(update.skipped)} completions, {update.skipped[0]} among them"
+            over = f"{several(len(update.skipped), 'completion')}, {update.skipped[0]} among them"
+            found = f"NaN or infinite gradients over {over}"
             self._reporter.say(f"step {update.step}: {found}; the update was skipped (metrics.jsonl lists them)")
 
     def _line(self, batch: Batch, update: Update, totals: Totals) -> StepMetrics:
@@ -249,7 +251,9 @@ class Recorder:
 
     def filtered(self, groups: int) -> None:
         """Log that `groups` groups were filtered since the last batch: perhaps no batch will ever be complete."""
-        self._reporter.say(f"{groups} groups were filtered since the last batch (the filters of [rollout])")
+        self._reporter.say(
+            f"{several(groups, 'group was', 'groups were')} filtered since the last batch (the filters of [rollout])"
+        )
 
     def evaluation_sampled(self, completion: Completion) -> None:
         """Count the tokens of a finished completion of an evaluation. The totals have them as `evaluated`, not as

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError, described
+from stretto.core.errors import Problem, RewardFunctionError, RoleDied, WireError, described, several
 from stretto.core.events import Span
 from stretto.core.records import Outcome, Verdict
 from stretto.processes.spawn import cut_log
@@ -137,7 +137,7 @@ class RewardPool:
         self._queue.extend(chunks(call, self._seconds_per_item))
         self._dispatch()
         try:
-            async with deadline(ROLE, f"{len(items)} verdicts", self._patience, works=lambda: True):
+            async with deadline(ROLE, several(len(items), "verdict"), self._patience, works=lambda: True):
                 await call.done
         finally:
             self._calls.discard(call)
@@ -296,7 +296,7 @@ class RewardPool:
         reply."""
         request, chunk = next(iter(slot.outstanding.items()), (None, None))
         if chunk is None or reply.request != request or len(reply.verdicts) != len(chunk.indices):
-            raise WireError(f"{slot.name}: {len(reply.verdicts)} verdicts for request {reply.request}")
+            raise WireError(f"{slot.name}: {several(len(reply.verdicts), 'verdict')} for request {reply.request}")
         del slot.outstanding[reply.request]
         slot.judged += len(reply.verdicts)
         chunk.settle(reply.verdicts)
@@ -330,7 +330,8 @@ class RewardPool:
             if verdict.outcome is not Outcome.UNDECIDED:
                 self._undecided_in_a_row = 0
             if (times := self._undecided_in_a_row) >= self._config.max_consecutive_undecided:
-                found = f"the last {times} completions were undecided, the last one: {verdict.reason}"
+                undecided = several(times, "completion was", "completions were")
+                found = f"the last {undecided} undecided, the last one: {verdict.reason}"
                 remedy = "fix the reward, or allow more with rewards.max_consecutive_undecided"
                 raise RewardFunctionError([Problem(PLACE, found, remedy)])
 

@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from stretto.core.errors import harmless
+from stretto.core.errors import harmless, several
 from stretto.core.events import SupervisedProgress
 from stretto.store.inspection import CanaryProof
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
@@ -61,7 +61,7 @@ def panel(
     if proofs:
         parts.append(_rows(canary_rows(proofs[:_PROOFS]), ascii_only))
         if len(proofs) > _PROOFS:
-            parts.append(Text(f"{len(proofs) - _PROOFS} more proofs: stretto inspect", style="dim"))
+            parts.append(Text(f"{several(len(proofs) - _PROOFS, 'more proof')}: stretto inspect", style="dim"))
     return Panel(Group(*parts), title=Text(harmless(title, ascii_only)), title_align="left", border_style="dim")
 
 

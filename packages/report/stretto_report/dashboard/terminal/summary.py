@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stretto.core.errors import RunFolderError
+from stretto.core.errors import RunFolderError, several
 from stretto.store.inspection import CanaryProof, EngineRecord, Inspection, WeightsSummary
 from stretto.store.selection import SIGNIFICANT
 from stretto.store.totals import EXPIRED, IDLE, MASKED, RECOMPUTED
@@ -169,7 +169,7 @@ def _changes(inspection: Inspection, name: str) -> Rows:
 
 def _in_flight(inspection: Inspection) -> Rows:
     if newest := [change.after for change in inspection.bounds if change.name == "max_in_flight"]:
-        yield "groups in flight", f"{newest[-1]} at most, after {len(newest)} changes"
+        yield "groups in flight", f"{newest[-1]} at most, after {several(len(newest), 'change')}"
         yield from _changes(inspection, "max_in_flight")
 
 
@@ -183,7 +183,7 @@ def _staleness(inspection: Inspection) -> Rows:
         yield f"{age}", Text.assemble((bar(count / tokens), "cyan"), f" {count / tokens:.1%}")
     yield (
         "interrupted",
-        f"{inspection.interrupted:,} completions; {inspection.multi_version:,} have tokens of several versions",
+        f"{several(inspection.interrupted, 'completion')}; {inspection.multi_version:,} of several versions",
     )
 
 
@@ -199,7 +199,7 @@ def _goodput(inspection: Inspection, hidden: Collection[str]) -> Rows:
     for name, one in budget.items():
         if name != IDLE and (one.tokens or one.seconds):
             share = one.tokens / tokens
-            shown = f"{one.tokens:,} tokens ({share:.1%}), {one.seconds:,.1f} s"
+            shown = f"{several(one.tokens, 'token')} ({share:.1%}), {one.seconds:,.1f} s"
             yield name.replace("_", " "), shown
             if share >= _LARGE and name in _KEYS:
                 yield "", f"bounded by {_KEYS[name]}"
@@ -221,7 +221,8 @@ def _engines(engines: Sequence[EngineRecord], hidden: Collection[str]) -> Rows:
     """Yield one row for all engines whose names are in `hidden`, if any, and one for each other engine."""
     if hidden:
         tokens = sum(engine.generated for engine in engines if engine.name in hidden)
-        yield f"{len(hidden):,} engines", f"that have left before, {tokens:,} tokens: each one is in `inspect --json`"
+        left = f"that have left before, {several(tokens, 'token')}: each one is in `inspect --json`"
+        yield several(len(hidden), "engine"), left
     for engine in engines:
         if engine.name in hidden:
             continue
@@ -229,7 +230,7 @@ def _engines(engines: Sequence[EngineRecord], hidden: Collection[str]) -> Rows:
         if engine.left_step is not None:
             there = f"steps {engine.joined_step} to {engine.left_step}: {engine.reason}"
         what = f"{engine.kind} on {engine.host}, version {engine.version}"
-        yield engine.name, f"{what}, {engine.generated:,} tokens, {there}"
+        yield engine.name, f"{what}, {several(engine.generated, 'token')}, {there}"
 
 
 def _weights(weights: WeightsSummary) -> Rows:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from stretto.core.errors import StoreError
+from stretto.core.errors import StoreError, several
 from stretto.core.records import Record, Segment, State
 from stretto.store.ledger.partials import read_member
 from stretto.store.ledger.rows import Payload, decode_payload
@@ -370,10 +370,10 @@ def _of_segment(segment: Segment, begin: int) -> Iterator[LifeEvent]:
     yield from (event for _, event in sorted(happened, key=lambda pair: pair[0]))
     if segment.interrupted > len(changes):
         more = segment.interrupted - len(changes)
-        yield LifeEvent("interrupted", f"stopped by {more} more updates without a token between")
+        yield LifeEvent("interrupted", f"stopped by {several(more, 'more update')} without a token between")
     if segment.stop_reason is not None:
         why = "at its end" if segment.stop_reason == "stop" else "at its length limit"
-        yield LifeEvent("ended", f"ended {why}, {segment.length} tokens", token=begin + segment.length)
+        yield LifeEvent("ended", f"ended {why}, {several(segment.length, 'token')}", token=begin + segment.length)
 
 
 def _prompt(packed: bytes | None) -> tuple[int, ...]:
