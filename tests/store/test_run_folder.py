@@ -5,12 +5,15 @@ something else in it is never written to; what a kill left half-written holds no
 gives the way out. A run says what its libraries and its machine are.
 """
 
+import contextlib
 import errno
 import fcntl
 import os
 import platform
+import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,6 +36,31 @@ sys.stdin.read()
 def make_run(path: Path) -> None:
     with run_at(path):
         pass
+
+
+@pytest.mark.parametrize("begin", [RunFolder.create, RunFolder.resume])
+def test_too_few_descriptors_are_named_and_none_is_kept(tmp_path: Path, begin: Callable[[Path], RunFolder]) -> None:
+    make_run(old := tmp_path / "old")
+    limits, before = resource.getrlimit(resource.RLIMIT_NOFILE), os.listdir("/proc/self/fd")
+    for free in range(8):
+        path = old if begin == RunFolder.resume else tmp_path / f"new-{free}"
+        with contextlib.ExitStack() as taken:
+            taken.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (len(before) + 32, limits[1]))
+            spare = [taken.enter_context(open(os.devnull)) for _ in range(free)]
+            with contextlib.suppress(OSError):
+                while True:
+                    taken.enter_context(open(os.devnull))
+            for file in spare:
+                file.close()
+            told = ""
+            try:
+                begin(path).release()
+            except RunFolderError as error:
+                told = str(error)
+            refused = f"{path}: cannot be written: Too many open files; start with a higher ulimit -n"
+            assert told == refused or (told == "" and free > 2)
+        assert os.listdir("/proc/self/fd") == before
 
 
 def test_a_new_folder_has_a_place_for_everything(tmp_path: Path) -> None:
@@ -169,7 +197,7 @@ def test_a_folder_of_runs_names_the_newest_of_them(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_filled_is_not_locked(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
-    with pytest.raises(FileExistsError):
+    with pytest.raises(RunFolderError, match="cannot be written: File exists"):
         RunFolder.create(tmp_path)
     assert not lock.is_held(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -26,7 +27,7 @@ def acquire(folder: Path) -> int:
     try:
         lock = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
-        raise _unwritable(folder, error) from error
+        raise unwritable(folder, error) from error
     try:
         _take(lock)
     except BlockingIOError as error:
@@ -43,13 +44,14 @@ def acquire(folder: Path) -> int:
         os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     except OSError as error:
         os.close(lock)
-        raise _unwritable(folder, error) from error
+        raise unwritable(folder, error) from error
     return lock
 
 
-def _unwritable(folder: Path, error: OSError) -> RunFolderError:
-    found = f"cannot be written: {error.strerror}"
-    return RunFolderError([Problem(str(folder), found, "give a folder of your own")])
+def unwritable(folder: Path, error: OSError) -> RunFolderError:
+    """The error for a folder in which a file could not be opened or written."""
+    remedy = "start with a higher ulimit -n" if error.errno == errno.EMFILE else "give a folder of your own"
+    return RunFolderError([Problem(str(folder), f"cannot be written: {error.strerror}", remedy)])
 
 
 def is_held(folder: Path) -> bool:

@@ -26,6 +26,7 @@ import errno
 import os
 import platform
 import re
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Self
@@ -88,7 +89,7 @@ class RunFolder:
 
     def __init__(self, path: Path, held: int | None = None) -> None:
         self.path, self._lock = path, held
-        self._reserve = [os.dup(held) for _ in range(_RESERVED)] if held is not None else []
+        self._reserve: list[int] = []
         self.recipe, self.ledger, self.kernels = path / _RECIPE, path / "ledger.sqlite", path / "kernels.json"
         self.log, self.metrics, self.spans = path / "log.txt", path / "metrics.jsonl", path / "spans.jsonl"
         self.questions, self.samples = path / "questions.jsonl", path / "samples.jsonl"
@@ -108,16 +109,28 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise _refused(folder, f"cannot be created: {error.strerror}", "give another folder") from error
-        with contextlib.ExitStack() as undo:
-            run = cls(folder, lock.acquire(folder))
-            undo.callback(run.release)
+        with cls._locked(folder) as run:
             if (problem := _why_not_new(folder)) is not None:
                 raise RunFolderError([problem])
             sweep([folder])
             for inner in _INNER:
                 (folder / inner).mkdir(exist_ok=True)
-            undo.pop_all()
         return run
+
+    @classmethod
+    @contextlib.contextmanager
+    def _locked(cls, folder: Path) -> Iterator[Self]:
+        """Lock the folder. If the block fails, the lock is released; an OSError becomes a RunFolderError."""
+        run = cls(folder, held := lock.acquire(folder))
+        with contextlib.ExitStack() as undo:
+            undo.callback(run.release)
+            try:
+                for _ in range(_RESERVED):
+                    run._reserve.append(os.dup(held))
+                yield run
+            except OSError as error:
+                raise lock.unwritable(folder, error) from error
+            undo.pop_all()
 
     @classmethod
     def resume(cls, path: str | Path) -> Self:
@@ -127,8 +140,8 @@ class RunFolder:
             RunFolderError: the folder holds no run, its run is still running, or the folder cannot be written.
         """
         folder = cls.open(path).path
-        run = cls(folder, lock.acquire(folder))
-        sweep([folder, run.tokens, *(folder / inner for inner in _INNER)])
+        with cls._locked(folder) as run:
+            sweep([folder, run.tokens, *(folder / inner for inner in _INNER)])
         return run
 
     @classmethod
