@@ -65,6 +65,19 @@ def test_no_token_is_trained_beyond_the_bound(policy: str) -> None:
     assert 0 < max(ages) <= 2
 
 
+@pytest.mark.parametrize("policy", ["wait", "mask", "expire"])
+def test_a_group_without_a_token_is_as_old_as_its_admission(policy: str) -> None:
+    """A program of agents, say, that has said nothing: nothing is stale, and the loop goes on."""
+    bounds = {**BOUNDS, "batch_size": 1, "max_in_flight": 1, "max_staleness": 0}
+    scheduler = stretto.Scheduler(PROMPTS, beyond_bound=policy, **bounds)
+    for version in range(3):
+        ticket = scheduler.admit()
+        assert ticket is not None
+        scheduler.finish(ticket, [said(version, tokens=0)] * 2, [1.0, 0.0])
+        assert scheduler.take() is not None
+        scheduler.advance(version + 1)
+
+
 def test_nothing_starts_beyond_the_bound() -> None:
     scheduler = stretto.Scheduler(PROMPTS, batch_size=2, group_size=1, max_in_flight=100, max_staleness=1)
     tickets = list(iter(scheduler.admit, None))

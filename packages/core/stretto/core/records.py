@@ -427,9 +427,9 @@ class Group(Record, frozen=True):
 
     @property
     def oldest_version(self) -> int:
-        """The oldest version that sampled any token of the group; 0 if no token was sampled."""
+        """The oldest version that sampled any token of the group; that of its admission if no token was sampled."""
         sampled = [segment.stamps for trajectory in self.trajectories for segment in trajectory.segments]
-        return min([stamps[0][0] for stamps in sampled if stamps], default=0)
+        return min([stamps[0][0] for stamps in sampled if stamps], default=self.admitted_version)
 
 
 class Batch(Record, frozen=True):
