@@ -77,6 +77,25 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, data: list[
     assert trainer.forward(data).logprobs == before
 
 
+@pytest.mark.parametrize("loss", [None, "cross_entropy", lambda logprobs, _: sum(one.sum() for one in logprobs)])
+def test_a_batch_without_a_token_in_the_loss_takes_no_step_and_the_loop_goes_on(folder: Path, loss: Any) -> None:
+    """By "mask", a group that others have overtaken: as in a run, it has a version and no step."""
+    scheduler = stretto.Scheduler([(2, 3)], batch_size=1, group_size=1, max_staleness=0, beyond_bound="mask")
+    trainer, told = stretto.Trainer(folder), [stretto.Datum.of((2,), (3,))]
+    for taken in (True, False):
+        ticket = scheduler.admit()
+        assert ticket is not None
+        scheduler.finish(ticket, [stretto.TextCompletion("ab", (4,), (-0.5,), "stop", (0,))], [1.0])
+        batch = scheduler.take()
+        assert batch is not None
+        before = trainer.forward(told).logprobs
+        named: dict[str, Any] = {} if callable(loss) else {"aggregation": "fixed_length", "advantages": "reward"}
+        assert (trainer.forward_backward(batch, loss, **named).loss != 0) == taken
+        assert trainer.optim_step().taken == taken
+        assert (trainer.forward(told).logprobs != before) == taken
+        scheduler.advance(trainer.weights().version)
+
+
 def own(logprobs: Sequence[Tensor], data: Sequence[stretto.Datum]) -> Tensor:
     return -sum((one * one).sum() for one in logprobs)  # type: ignore[return-value]
 

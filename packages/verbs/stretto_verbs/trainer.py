@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from stretto.store import lock
 from stretto.store.checkpoints import Checkpoints
 from stretto.trainer import adapters, checkpoint
 from stretto.trainer.batch.minibatch import Minibatch, minibatch
-from stretto.trainer.batch.samples import Sample, chosen_of, samples_of, scored_of
+from stretto.trainer.batch.samples import NO_SCORES, Sample, chosen_of, samples_of, scored_of
 from stretto.trainer.config import OptimizerConfig
 from stretto.trainer.gradients import Gradient, Gradients, gradient_of, set_gradient, whole_gradient
 from stretto.trainer.metrics import Meter
@@ -138,7 +138,7 @@ class LocalTrainer:
         text = trained.config.get_text_config()
         self._vocabulary: int = trained.get_input_embeddings().weight.shape[0]
         self._longest: int = text.max_position_embeddings
-        self._published, self._stepped = 0, False
+        self._published, self._stepped, self._asked = 0, False, False
         self._references: dict[str, Reference] = {}
         self._held: dict[Path, int] = {}
         self._mark = mark_of(self.tokenizer)
@@ -235,8 +235,10 @@ class LocalTrainer:
             check_data_settings(algorithm, place)
         usual = "decoupled_ppo" if isinstance(data, Batch) else CROSS_ENTROPY
         chosen = wanted(usual if loss is None else loss, algorithm, place)
-        samples = self._samples(data, chosen, place, sampled=chosen.sampled)
-        seen: Any = data
+        samples, seen = self._samples(data, chosen, place, sampled=chosen.sampled), cast(Any, data)
+        self._asked = True  # until the next step
+        if not samples:
+            return Forward((), 0.0, {"tokens": 0.0} | rewards_of(data))
         if chosen.own is not None:
             check_own(chosen, proximal, place)
             if isinstance(data, Batch):
@@ -273,7 +275,7 @@ class LocalTrainer:
         before clipping, and whether the step was taken.
 
         The arguments replace the settings of the trainer for this step; a `max_grad_norm` of infinity disables
-        clipping. If the gradient is not finite, it is dropped and the step is skipped.
+        clipping. The step is skipped if the gradient is not finite, or the batch had no token that is trained on.
 
         Raises:
             DataError: there is no gradient.
@@ -288,10 +290,11 @@ class LocalTrainer:
         numbers = AdamNumbers.of(now)
         if unclipped:
             numbers = replace(numbers, max_grad_norm=math.inf)
-        if all(one is None for one in self.gradient):
+        empty = all(one is None for one in self.gradient)
+        if empty and not self._asked:
             raise DataError([Problem("optim_step", "there is no gradient", "call forward_backward before it")])
-        step = self._learner.step(now.learning_rate, self.version, numbers)
-        self._stepped = True
+        step = OptimizerStep(0.0, False) if empty else self._learner.step(now.learning_rate, self.version, numbers)
+        self._stepped, self._asked = True, False
         return step
 
     # ── the policy ───────────────────────────────────────────────────────────────────────────────
@@ -344,7 +347,8 @@ class LocalTrainer:
             told = "holds nothing that a trainer has saved", "give a folder that `save` has written"
             raise RunFolderError([Problem(str(folder), *told)])
         models.check_base_of(found.path, self._base)
-        self._published, self._stepped = checkpoint.load(found.path, self._learner), False
+        self._published = checkpoint.load(found.path, self._learner)
+        self._stepped = self._asked = False
         self._learner.adamw.zero_grad(set_to_none=True)
         if not optimizer:
             self._learner.adamw.state.clear()
@@ -421,17 +425,13 @@ class LocalTrainer:
 
     def _of_batch(self, batch: Batch, loss: Wanted, place: str) -> list[Sample]:
         check_batch(batch, self.version, self._vocabulary, self._mark, place)
-        longest = self._sampling.max_tokens
-        reference = self._reference(loss.algorithm)
-        if loss.algorithm.divergence("reward") is not None and reference is not None:
-            found = samples_of(batch, loss.algorithm, longest, reference_logprobs=reference.token_logprobs(batch))
-        else:
-            found = samples_of(batch, loss.algorithm, longest)
+        reference = self._reference(loss.algorithm) if loss.algorithm.divergence("reward") is not None else None
+        known = NO_SCORES if reference is None else reference.token_logprobs(batch)
+        found = samples_of(batch, loss.algorithm, self._sampling.max_tokens, reference_logprobs=known)
         return as_likelihood(found.samples) if loss.likelihood else list(found.samples)
 
     def _part(self, samples: Sequence[Sample], aggregation: Any) -> Minibatch:
-        device, longest = self._learner.model.device, self._sampling.max_tokens
-        return minibatch(samples, self._settings, aggregation, longest, device)
+        return minibatch(samples, self._settings, aggregation, self._sampling.max_tokens, self._learner.model.device)
 
     def _forward(
         self,
