@@ -155,9 +155,10 @@ def test_rows_that_a_reward_could_not_tell_apart_are_refused(plan_for: Planner, 
     rows = [row | {"level": level} for level, row in enumerate(FOUR)]
     assert plan_for(rows, rewards=OWN).rows["4+7=", "11"].fields == '{"demonstration": "11", "level": 1}'
     assert plan_for(rows).rows == {}, "a built-in reward takes none"
-    told = message(plan_for, [*rows, FOUR[0] | {"level": 9}, FOUR[1] | {"level": 8}], rewards=OWN).splitlines()
+    bare = {"prompt": FOUR[2]["prompt"], "answer": "11"}
+    told = message(plan_for, [*rows, FOUR[0] | {"level": 9}, FOUR[1] | {"level": 8}, bare], rewards=OWN).splitlines()
     said, place = "has the prompt and the gold answer of", tmp_path / "rows.jsonl"
-    assert [line.partition(", and")[0] for line in told] == [f"{place}:{n}: {said} {place}:{n - 4}" for n in (5, 6)]
+    assert [line.partition(", and")[0] for line in told] == [f"{place}:{n}: {said} {place}:{n - 4}" for n in (5, 6, 7)]
 
 
 def test_a_reward_is_looked_for_beside_its_recipe_first(policy: Path, tmp_path: Path) -> None:

@@ -378,16 +378,15 @@ def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str]
     found: dict[tuple[str, str], tuple[Row, Question]] = {}
     problems: list[Problem] = []
     differs = "different further fields" if not by_source else "different further fields or another source"
-    for asked in questions:
-        if (row := Row(asked.fields if own else "", asked.source if by_source else "")) == Row():
-            continue
+    for asked in questions if own or by_source else ():
+        row = Row(asked.fields if own else "", asked.source if by_source else "")
         known, first = found.setdefault((asked.text, asked.answer), (row, asked))
         if known != row:
             problem = f"has the prompt and the gold answer of {place_of(first)}, and {differs}"
             remedy = "prompt and gold answer identify the row of a completion"
             problems.append(Problem(place_of(asked), problem, remedy))
     refuse(problems)
-    return {key: row for key, (row, _) in found.items()}
+    return {key: row for key, (row, _) in found.items() if row != Row()}
 
 
 def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer) -> QuestionDetails:
