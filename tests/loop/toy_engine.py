@@ -1,11 +1,11 @@
 """An engine of another make: ``python -m tests.loop.toy_engine SPEC``. Speaks the wire, holds no model.
 
 It answers every seed with one token of the version it serves, behind those of the prefix. The prompt tells it to
-misbehave: 1 dies in mid-answer, 2 hangs up in mid-answer and lives on, 3 tells one token and never ends, 5 hangs up and
-listens no more, 6 hangs up and answers nothing any more, 7 has a bit of each answer wrong. Its spans are numbered, and
-take a moment. The file ``SPEC.model`` holds the newest version; or "broken", with which no engine starts; or
-"mistaken", the same, as by a mistake of the user; or "killed VERSION": the first engine that starts takes the word away
-and kills itself; or "hangs VERSION": the same, and it is never ready.
+misbehave: 1 dies in mid-answer, 2 hangs up in mid-answer and goes on with it, as behind a cut network, 3 tells one
+token and never ends, 5 hangs up and listens no more, 6 hangs up and answers nothing any more, 7 has a bit of each
+answer wrong. Its spans are numbered, and take a moment. The file ``SPEC.model`` holds the newest version; or "broken",
+with which no engine starts; or "mistaken", the same, as by a mistake of the user; or "killed VERSION": the first
+engine that starts takes the word away and kills itself; or "hangs VERSION": the same, and it is never ready.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ import msgspec
 
 from stretto.core.canary import Loaded
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import DataError, Problem
+from stretto.core.errors import DataError, Problem, RefusedRequest
 from stretto.core.events import Span
 from stretto.core.frames import frame
 from stretto.core.records import Completion, GenerateRequest, Segment, StopReason
-from stretto.engine.wire import PartialsRequest, UpdateRequest
+from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, UpdateRequest
 from stretto.processes.channel import run_role
 from stretto.processes.heartbeat import begin_role
 
@@ -46,6 +46,7 @@ class ToyEngine:
         self.generated = 0
         self.socket = socket
         self.deaf = self.mute = False
+        self.open = set[str]()  # what it goes on with
         self.spans = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -63,6 +64,8 @@ class ToyEngine:
         match path:
             case "/generate":
                 return await self._generate(*msgspec.msgpack.decode(body, type=list[GenerateRequest]))
+            case "/abort":
+                self.open.difference_update(msgspec.msgpack.decode(body, type=AbortRequest).request)
             case "/update_weights":
                 self.version = msgspec.msgpack.decode(body, type=UpdateRequest).version
                 return msgspec.msgpack.encode(Loaded(self.version))
@@ -77,10 +80,13 @@ class ToyEngine:
         return msgspec.msgpack.encode(self._health())
 
     async def _generate(self, request: GenerateRequest, *others: GenerateRequest) -> bytes | None:
+        if request.id in self.open:
+            return bytes(frame([Refusal.of(RefusedRequest("id", request.id, "an id that no open request uses"))]))
         match request.prompt_token_ids[0]:
             case 1:
                 os._exit(9)
             case 2:
+                self.open.add(request.id)
                 return None
             case 3:
                 await asyncio.sleep(600)

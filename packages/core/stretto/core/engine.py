@@ -116,7 +116,7 @@ class Engine(Protocol):
         of tokens of each member that the caller already has. Requests that are not in `known` are left out."""
 
     async def abort(self, request_id: str | list[str]) -> None:
-        """Abort a request or several; a `generate` of theirs ends with EngineLost."""
+        """Abort a request or several; a `generate` of theirs ends with EngineLost. Unknown ids are ignored."""
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Return the log-probabilities (nats) of all tokens but the first of each text (token ids), by the version in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
 from typing import NoReturn, Self
@@ -69,6 +69,7 @@ class EngineHandle:
     leaving: bool = False  # the engine leaves the run, or has left
     lags: bool = False  # too long without the newest version: gets no requests until it has loaded it
     _suspicion: asyncio.Event = field(default_factory=asyncio.Event)
+    _broken_off: set[str] = field(default_factory=set)  # requests that the suspected engine may still have
     _doubt: UnprovenWeights | None = None  # set: the engine is not replaced, and this error ends the run
     _condemned: bool = False  # its process is to end, and gets no requests until it has ended
     publications: Publications = field(init=False)
@@ -181,9 +182,10 @@ class EngineHandle:
         self._becomes(EngineState.UP, version)
         self.publish(self.publications.newest)  # it may lack versions that were published meanwhile
 
-    def suspect(self) -> None:
-        """Mark the engine as suspected if it is UP, after a request broke off; in other states nothing changes. It gets
-        no new requests until it replies to a health request or is replaced (both by `supervise`)."""
+    def suspect(self, broken_off: Collection[str] = ()) -> None:
+        """Mark the engine as suspected if it is UP, after requests broke off (`broken_off`: their ids). It gets no new
+        requests until it has aborted these, or is replaced (both by `supervise`)."""
+        self._broken_off.update(broken_off)
         if self.state is EngineState.UP:
             self._becomes(EngineState.SUSPECTED, self.version)
             self._suspicion.set()
@@ -236,6 +238,7 @@ class EngineHandle:
         """Record that the process has ended: its open requests end with EngineLost. Raises UnprovenWeights if the
         engine must not be replaced."""
         self.how, self._condemned = how, False
+        self._broken_off.clear()
         self.counters.retire()
         self._becomes(EngineState.DOWN, None)
         self.client.break_off()  # a connection to another machine stays open until its end is noticed
@@ -243,8 +246,9 @@ class EngineHandle:
             raise self._doubt
 
     async def _reinstate(self) -> NoReturn:
-        """Whenever the engine is suspected, bring it back to UP once it replies to a health request. Kill it, so that
-        it is replaced, if it has not replied within `deadlines.hung` seconds."""
+        """Whenever the engine is suspected, bring it back to UP once it has aborted what broke off: with a network
+        between, it may not have noticed, and would refuse these requests as open. Kill it, so that it is replaced, if
+        it has not replied within `deadlines.hung` seconds."""
         while True:
             await self._suspicion.wait()
             self._suspicion.clear()
@@ -259,10 +263,11 @@ class EngineHandle:
         while self.state is EngineState.SUSPECTED:
             await asyncio.sleep(RETRY_SECONDS)
             with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):
-                await self.client.health()
+                await self.client.abort(gone := [*self._broken_off])
+                self._broken_off.difference_update(gone)
                 if self._condemned:
                     self.process.kill()
-                elif self.state is EngineState.SUSPECTED:
+                elif not self._broken_off and self.state is EngineState.SUSPECTED:
                     self._becomes(EngineState.UP, self.version)
                     self.publications.look_again()  # a version may have been published meanwhile
 

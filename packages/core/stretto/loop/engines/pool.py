@@ -304,7 +304,7 @@ class EnginePool:
             if engine.leaving:
                 raise EngineLeft(name, loss.how) from None
             if not ids & engine.given_up:
-                engine.suspect()
+                engine.suspect(ids)
             raise
         finally:
             engine.open -= ids
