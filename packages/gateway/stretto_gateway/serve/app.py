@@ -23,7 +23,8 @@ import msgspec
 from msgspec import UNSET
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from stretto.core.errors import RefusedRequest, several
+from stretto.core.deadlines import deadline
+from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, several
 from stretto.core.records import GenerateRequest, derive_seed
 from stretto.processes.http.asgi import HostNames, header
 from stretto.processes.http.prometheus import CONTENT_TYPE

@@ -146,9 +146,9 @@ class RemoteEngine:
     async def streaming(
         self, requests: Sequence[GenerateRequest], take: Take | None = None
     ) -> AsyncIterator[_TokenStream]:
-        """Context manager: submit requests; those that are not over at the end of the block are aborted soon. It yields
-        an iterator over new tokens. Without `take`, it yields each completion when it has ended. With `take`, each
-        token is passed to `take` when it arrives; where that returns False, the iterator yields the token.
+        """Context manager: wait for a connection to the engine (without a deadline), submit requests, and abort those
+        that are not over at the end, soon after it. It yields an iterator: without `take`, over completions that have
+        ended. With `take`, each token is passed to `take` when it arrives; if that returns False, the iterator yields it.
 
         Raises:
             RefusedRequest: the engine refuses one of the requests, and so all; the iterator may raise it too.
