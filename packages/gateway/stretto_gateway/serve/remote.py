@@ -148,7 +148,7 @@ class RemoteEngine:
     ) -> AsyncIterator[_TokenStream]:
         """Context manager: wait for a connection to the engine (without a deadline), submit requests, and abort those
         that are not over at the end, soon after it. It yields an iterator: without `take`, over completions that have
-        ended. With `take`, each token is passed to `take` when it arrives; if that returns False, the iterator yields it.
+        ended. With `take`, each token is passed to `take` when it arrives; if that is False, the iterator yields it.
 
         Raises:
             RefusedRequest: the engine refuses one of the requests, and so all; the iterator may raise it too.
