@@ -177,15 +177,19 @@ def _trained(
     return completion, outcome, reward
 
 
-def unpacked(segment: list[Any]) -> list[Any]:
-    """Return the fields of a segment with lists of tokens, log-probabilities and versions, as they were before format
-    6. A segment of an earlier format is returned as it is."""
+def counted(segment: Sequence[Any]) -> list[Any]:
+    """Return a segment's number of tokens, its number of log-probabilities, its versions in order as (version, number
+    of tokens), and its other fields, as they were before format 6. Raises ValueError if packed columns are broken."""
     columns, tokens, versions, *further = segment
     if not isinstance(columns, bytes):
-        return segment
-    ids = array("i", columns[: _ID_BYTES * tokens])
-    logprobs = array("f" if len(columns) == 2 * _ID_BYTES * tokens else "d", columns[_ID_BYTES * tokens :])
-    return [ids.tolist(), logprobs.tolist(), [one for one, count in versions for _ in range(count)], *further[1:]]
+        stamps = tuple((version, len([*alike])) for version, alike in groupby(versions))
+        return [len(columns), len(tokens), stamps, *further]
+    ids = min(len(columns), _ID_BYTES * tokens)
+    logprobs = len(columns) - ids
+    size = _ID_BYTES if logprobs == ids else 2 * _ID_BYTES
+    if ids % _ID_BYTES or logprobs % size:
+        raise ValueError(f"{len(columns)} bytes are not the columns of {tokens} tokens")
+    return [ids // _ID_BYTES, logprobs // size, tuple(map(tuple, versions)), *further[1:]]
 
 
 def _decisive_packed(segment: list[Any]) -> list[object]:

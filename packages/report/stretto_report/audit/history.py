@@ -6,13 +6,15 @@ import hashlib
 import json
 import os
 import sqlite3
+import sys
 import tomllib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import closing
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,9 +25,9 @@ from stretto_report.audit.checksums import (
     CHECKSUM_BYTES,
     broken_checksums,
     broken_files,
+    counted,
     payload_fits,
     segments_of,
-    unpacked,
 )
 from stretto_report.audit.presence import (
     UNREADABLE_LINE,
@@ -36,6 +38,7 @@ from stretto_report.audit.presence import (
     rows_of,
 )
 
+Found = TypeVar("Found")
 FORMATS = (2, 3, 4, 5, 6)  #: formats that can be checked
 PROMPT, NOTHING = -1, -2  #: `parent` of a segment without one
 _FIRST_SEALED = 3
@@ -58,26 +61,29 @@ _STEPS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RecordedSegment:
-    """A segment of a trajectory as recorded: numbers of tokens and log-probabilities, and the version of each token. A
-    given (not sampled) segment has neither log-probabilities nor versions. `parent`: index of the segment that it
-    follows, or `PROMPT` or `NOTHING`."""
+    """A segment of a trajectory as recorded: numbers of tokens and log-probabilities, and the versions of its tokens in
+    order, as (version, number of tokens). A given (not sampled) segment has neither log-probabilities nor versions.
+    `parent`: index of the segment that it follows, or `PROMPT` or `NOTHING`."""
 
     tokens: int
     logprobs: int
-    versions: tuple[int, ...]
+    stamps: tuple[tuple[int, int], ...]
     parent: int
 
+    @property
+    def stamped(self) -> int:
+        """Number of tokens with a version."""
+        return sum(count for _, count in self.stamps)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
 class RecordedTrajectory:
-    """A trajectory as recorded. `tokens`: number of sampled tokens. `versions`: of each sampled token. `lengths`:
-    numbers of sampled tokens and of their log-probabilities. `writers`: names of the engines that sampled them, with
-    numbers of tokens. If its tokens were not kept or are damaged, `versions` and `lengths` are None and `segments` is
-    empty."""
+    """A trajectory as recorded. `tokens`: number of sampled tokens. `segments`: None if its tokens were not kept or are
+    damaged. `writers`: names of the engines that sampled its tokens in order, with numbers of tokens; empty before
+    format 4, and without segments."""
 
-    id: str
     group: str
     member: int
     state: str
@@ -89,10 +95,17 @@ class RecordedTrajectory:
     tokens: int
     oldest_version: int | None
     newest_version: int | None
-    versions: tuple[int, ...] | None
-    lengths: tuple[int, int] | None  # sampled tokens, log-probabilities
-    writers: tuple[tuple[str, int], ...] = ()  # engines with their numbers of sampled tokens; none before format 4
-    segments: tuple[RecordedSegment, ...] = ()
+    segments: tuple[RecordedSegment, ...] | None
+    writers: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def id(self) -> str:
+        return f"{self.group}/{self.member}"
+
+    @property
+    def sampled(self) -> tuple[RecordedSegment, ...]:
+        """Segments with sampled tokens; empty if the tokens were not kept."""
+        return tuple(segment for segment in self.segments or () if segment.stamps)
 
 
 @dataclass(frozen=True)
@@ -388,28 +401,31 @@ def in_force(changes: Sequence[RecordedChange], key: int, start: float) -> float
 
 
 def _trajectory(group: str, row: list[object]) -> RecordedTrajectory:
-    *facts, interrupted, payload = row
+    *facts, interrupted, payload = (sys.intern(value) if isinstance(value, str) else value for value in row)
     member, _, _, _, verdict, reward, stop_reason, *_ = facts
-    id = f"{group}/{member}"
-    versions, lengths = None, None
+    segments: tuple[RecordedSegment, ...] | None = None
     writers: tuple[tuple[str, int], ...] = ()
-    recorded: tuple[RecordedSegment, ...] = ()
-    if isinstance(payload, bytes) and payload_fits(id, (verdict, reward, stop_reason, interrupted), payload):
+    columns = verdict, reward, stop_reason, interrupted
+    if isinstance(payload, bytes) and payload_fits(f"{group}/{member}", columns, payload):
         bulk = msgspec.msgpack.decode(payload[CHECKSUM_BYTES:])
         found = segments_of(bulk)
-        every = [bulk[:3]] if found is None else [unpacked(segment) for segment in found]
-        recorded = tuple(_segment(place, segment) for place, segment in enumerate(every))
-        segments = [segment for segment in every if segment[2]]
-        versions = tuple(version for segment in segments for version in segment[2])
-        lengths = sum(len(segment[0]) for segment in segments), sum(len(segment[1]) for segment in segments)
-        writers = tuple((name, count) for segment in segments for name, count in (segment[_ENGINES:] or [()])[0])
-    return RecordedTrajectory(id, group, *facts, versions, lengths, writers, recorded)  # type: ignore[arg-type,call-arg]  # columns of SQLite
+        every = [counted(segment) for segment in ([bulk[:3]] if found is None else found)]
+        engines = [(segment[_ENGINES:] or [()])[0] for segment in every if segment[2]]
+        writers = _shared(tuple((name, count) for some in engines for name, count in some))
+        segments = _shared(tuple(_segment(place, segment) for place, segment in enumerate(every)))
+    return RecordedTrajectory(group, *facts, segments, writers)  # type: ignore[arg-type,call-arg]  # columns of SQLite
 
 
-def _segment(place: int, columns: list[Any]) -> RecordedSegment:
-    tokens, logprobs, versions, *_ = columns
-    parent = next(iter(columns[_PARENT:]), None)
-    return RecordedSegment(len(tokens), len(logprobs), tuple(versions), place - 1 if parent is None else parent)
+@lru_cache(8192)
+def _shared(found: Found) -> Found:
+    """Return an equal object that was seen before, if any: short trajectories have many parts in common."""
+    return found
+
+
+def _segment(place: int, fields: list[Any]) -> RecordedSegment:
+    tokens, logprobs, stamps, *_ = fields
+    parent = next(iter(fields[_PARENT:]), None)
+    return RecordedSegment(tokens, logprobs, stamps, place - 1 if parent is None else parent)
 
 
 def _lines(path: Path) -> Mapping[int, RecordedLine]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise, repeat
 
 from stretto.core.states import FINAL, OPEN, UNTRAINED
 from stretto_report.audit.history import History, RecordedGroup, RecordedStep, RecordedTrajectory
@@ -64,22 +64,30 @@ def everything_issued_has_one_state(history: History) -> Iterator[str]:
 def nothing_is_trained_twice(history: History) -> Iterator[str]:
     """Law, yielding a sentence for each breach: The members of all batches are the trajectories in state trained, each
     once. An epoch trains a prompt once."""
-    placed = Counter((name, member) for step in history.steps for name, members in step.batch for member in members)
-    yield from (f"{name}/{member} is in {count} batches" for (name, member), count in placed.items() if count > 1)
-    in_batches = {
-        (f"{name}/{member}", step.step) for step in history.steps for name, members in step.batch for member in members
-    }
-    by_rows = {(one.id, one.trained_step) for one in history.trajectories if one.state == "trained"}
-    yield from (
-        f"{id} is in the batch of step {step}, and its row does not say so" for id, step in in_batches - by_rows
-    )
-    yield from (f"the row of {id} says step {step}, whose batch does not have it" for id, step in by_rows - in_batches)
+    batches: dict[str, list[tuple[int, int]]] = {group.id: [] for group in history.groups}  # (member, step) by group
+    for step in history.steps:
+        for name, members in step.batch:
+            batches.setdefault(name, []).extend((member, step.step) for member in members)
+    by_rows = {group.id: group.trajectories for group in history.groups}
+    for name, placed in batches.items():
+        yield from _placed(name, placed, by_rows.get(name, ()))
     trained: dict[tuple[int, str], str] = {}
     for group in history.groups:
         if any(one.state == "trained" for one in group.trajectories):
             other = trained.setdefault((group.epoch, group.prompt), group.id)
             if other != group.id:
                 yield f"prompt {group.prompt} was trained twice in epoch {group.epoch}: {other} and {group.id}"
+
+
+def _placed(name: str, placed: list[tuple[int, int]], trajectories: tuple[RecordedTrajectory, ...]) -> Iterator[str]:
+    """Yield a sentence for each breach in one group. `placed`: member and step, for each time that a batch has it."""
+    rows = {(one.member, one.trained_step) for one in trajectories if one.state == "trained"}
+    times = Counter(member for member, _ in placed)
+    yield from (f"{name}/{member} is in {count} batches" for member, count in times.items() if count > 1)
+    for member, step in {*placed} - rows:
+        yield f"{name}/{member} is in the batch of step {step}, and its row does not say so"
+    for member, step_of_row in rows - {*placed}:
+        yield f"the row of {name}/{member} says step {step_of_row}, whose batch does not have it"
 
 
 def versions_grow_by_one(history: History) -> Iterator[str]:
@@ -134,10 +142,12 @@ def no_bound_is_broken(history: History) -> Iterator[str]:
             yield f"{one.id} has tokens of version {one.newest_version}, trained at {step.version}"
         if policy == "train" or math.isinf(bound):
             continue
-        versions = one.versions if one.versions is not None else (one.oldest_version,)
-        trainable = [version for version in versions if version is not None and version >= oldest]
-        if one.versions is None and oldest:
-            continue  # masked tokens cannot be told from trained ones without the tokens
+        versions = [version for segment in one.sampled for version, _ in segment.stamps]
+        if one.segments is None:
+            if oldest or one.oldest_version is None:
+                continue  # masked tokens cannot be told from trained ones without the tokens
+            versions = [one.oldest_version]
+        trainable = [version for version in versions if version >= oldest]
         if trainable and step.version - min(trainable) > bound:
             yield f"{one.id} was trained at {step.version} with a token of {min(trainable)}; max_staleness {bound:g}"
 
@@ -212,8 +222,9 @@ def _incomplete(
     for one in (group.trajectories[member] for member in members if member < len(group.trajectories)):
         if one.reward is None or one.verdict not in ("right", "wrong") or one.stop_reason is None:
             yield f"{one.id} was trained without a verdict"
-        if one.lengths is not None and one.versions is not None:
-            found = {*one.lengths, len(one.versions), one.tokens}
+        if one.segments is not None:
+            counts = [(segment.tokens, segment.logprobs, segment.stamped) for segment in one.sampled]
+            found = {one.tokens, *(map(sum, zip(*counts, strict=True)) if counts else (0,))}
             if len(found) > 1:
                 yield f"{one.id} has {one.tokens} tokens, and on record are {sorted(found)}"
 
@@ -226,8 +237,9 @@ def every_token_has_its_engine(history: History) -> Iterator[str]:
             f"{one.id} has tokens of {name}, which is not on the roster"
             for name in sorted({name for name, _ in one.writers} - {"", *history.roster})
         )
-        if one.writers and one.lengths is not None and sum(count for _, count in one.writers) != one.lengths[0]:
-            yield f"{one.id} has {one.lengths[0]} sampled tokens, its engines wrote {one.writers}"
+        tokens = sum(segment.tokens for segment in one.sampled)
+        if one.writers and sum(count for _, count in one.writers) != tokens:
+            yield f"{one.id} has {tokens} sampled tokens, its engines wrote {one.writers}"
 
 
 def every_token_was_sampled_by_proven_weights(history: History) -> Iterator[str]:
@@ -237,7 +249,7 @@ def every_token_was_sampled_by_proven_weights(history: History) -> Iterator[str]
         return
     since, proven = history.proofs.since, history.proofs.proven
     for one in history.trajectories:
-        stamps = iter(one.versions or ())
+        stamps = chain.from_iterable(repeat(*stamp) for segment in one.sampled for stamp in segment.stamps)
         sampled = {(name, version) for name, count in one.writers for version in islice(stamps, count)}
         yield from (
             f"{one.id} has a token of {name or 'no engine'} at version {version}, which it had not proven"

@@ -38,24 +38,25 @@ def every_segment_has_its_place(history: History) -> Iterator[str]:
     given (not sampled) segment, nothing. A sampled segment has one log-probability and one version for each token; a
     given segment has none."""
     for one in history.trajectories:
-        for place, segment in enumerate(one.segments):
+        for place, segment in enumerate(one.segments or ()):
             if not NOTHING <= segment.parent < place:
                 yield f"{one.id}: segment {place} is behind segment {segment.parent}"
-            elif segment.parent == NOTHING and segment.versions:
+            elif segment.parent == NOTHING and segment.stamps:
                 yield f"{one.id}: segment {place} was sampled behind nothing"
-            if not segment.logprobs == len(segment.versions) in (0, segment.tokens):
-                found = f"{segment.logprobs} log-probabilities and {len(segment.versions)} versions"
+            if not segment.logprobs == segment.stamped in (0, segment.tokens):
+                found = f"{segment.logprobs} log-probabilities and {segment.stamped} versions"
                 yield f"{one.id}: segment {place} has {segment.tokens} tokens, {found}"
 
 
 def backward_versions(one: RecordedTrajectory) -> Iterator[tuple[int, ...]]:
-    """Yield the versions of each sampled segment in which a version is lower than one before it. Each tuple begins with
-    the last version sampled before the segment, on its path from the root, if any."""
+    """Yield the versions of each sampled segment in which a version is lower than one before it, each once for the
+    tokens in a row that have it. Each tuple begins with the last version sampled before the segment, on its path from
+    the root, if any."""
     last: list[tuple[int, ...]] = []  # version of the last sampled token from the root to the end of each segment
-    for segment in one.segments:
+    for segment in one.segments or ():
         before = last[segment.parent] if PROMPT < segment.parent < len(last) else ()
-        chain = before + segment.versions
-        if segment.versions and list(chain) != sorted(chain):
+        chain = before + tuple(version for version, _ in segment.stamps)
+        if segment.stamps and list(chain) != sorted(chain):
             yield chain
         last.append(chain[-1:])
 
