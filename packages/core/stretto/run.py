@@ -251,8 +251,8 @@ class Run:
         return evaluations[-1].accuracy if evaluations else None
 
     def summary(self) -> Inspection:
-        """Summarise the run in numbers, as ``stretto inspect`` does. Raises StoreError if its ledger cannot be read,
-        RecipeError if the package stretto-report is not installed."""
+        """Summarise the run in numbers, as ``stretto inspect`` does. Raises RunFolderError if there is no run,
+        StoreError if its ledger cannot be read, RecipeError if the package stretto-report is not installed."""
         found: Inspection = from_package(f"{_READING}.inspection:inspect_run", "Run.summary")(self.folder)
         return found
 

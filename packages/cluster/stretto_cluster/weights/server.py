@@ -129,8 +129,9 @@ class WeightsApp:
             return await self._send_file(file, seal, request, form)
 
     async def _files(self, model: Path) -> dict[str, ModelFile]:
-        """Files of a model folder, by name. They are read only once, which takes minutes for a large model on a slow
-        disk. Raises _Refused (503) if they are not read within five seconds; a further request waits for the same."""
+        """Files of a model folder, by name. They are read once (after an error again), which takes minutes for a large
+        model on a slow disk. Raises _Refused (503) if they are not read within five seconds; a further request waits
+        for the same."""
         if model not in self._lists:
             self._lists[model] = _Listing(model)
         listing = self._lists[model]

@@ -413,8 +413,8 @@ class Trajectory(Record, frozen=True):
 
 
 class Group(Record, frozen=True):
-    """The decided completions of one prompt, admitted together at one version. `max_staleness`: staleness bound then;
-    inf if unknown.
+    """Completions of one prompt that have a reward; undecided and filtered ones are left out. All were admitted
+    together, at one version. `max_staleness`: staleness bound at the admission; inf if unknown.
 
     Example: ``Group(id="0.17.0", prompt=..., admitted_version=6, trajectories=(<8 of them>))``
     """

@@ -117,8 +117,8 @@ def _alias(keys: Sequence[str], beside: Sequence[str]) -> str:
 
 
 def _elsewhere(keys: Sequence[str], value: object, kind: type[BaseModel]) -> str:
-    """Suggest the full names of keys in sections for a key that was given outside of any section; "" if none is
-    similar."""
+    """Hint for a key that was given outside of any section, such as "did you mean 'trainer.steps'?": up to three keys
+    of `kind`'s sections with its name or a similar one. "" if there is none, or `keys` and `value` are of a section."""
     if len(keys) != 1 or isinstance(value, dict):
         return ""
     sections = {name: _models(field.annotation) for name, field in kind.model_fields.items()}

@@ -125,7 +125,8 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def signal_with_parent(number: signal.Signals) -> None:
-    """Ask the kernel to send this process the signal `number` when its parent ends, even if it hangs at that moment."""
+    """Ask the kernel to send this process the signal `number` when its parent ends, even if this process hangs
+    then."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
 
 

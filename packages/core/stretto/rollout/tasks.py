@@ -275,7 +275,8 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
         return self
 
     def questions(self, seed: int) -> Questions:
-        """Read the questions of all sources, in order; the prompt stream mixes and shuffles them.
+        """Read the questions of all sources, in order; the prompt stream mixes and shuffles them. `seed`: the run's,
+        for sources that generate questions.
 
         Raises:
             DataError: lists the mistakes of all sources.

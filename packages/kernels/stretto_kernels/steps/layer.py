@@ -271,8 +271,8 @@ def fuse(model: PreTrainedModel, layers: Iterable[nn.Module], attend: Attend, pr
 
 
 def _made_up(shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
-    """Random weights, by name, with which each operation of a layer shows in the result. The weights of a new model may
-    be zero, or so small that a layer without rotary embedding gives the same."""
+    """Random weights (the same at each call), by name, with which each operation of a layer shows in the result. The
+    weights of a new model may be zero, or so small that a layer without rotary embedding gives the same."""
     chance = torch.Generator().manual_seed(1)
     made = {name: torch.randn(shape, generator=chance) for name, shape in shapes.items()}
     return {name: one if one.dim() == 1 else one.mul_(one.shape[1] ** -0.5) for name, one in made.items()}

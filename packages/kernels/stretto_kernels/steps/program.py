@@ -330,8 +330,8 @@ class _Program:
         self._vocabulary = written.steps[-1][7] or cast(_Call, written.by_python[len(written.steps) - 1]).out.width
 
     def logits(self, token_ids: Tensor, positions: Tensor, plan: Any, tokens: int, last: int) -> Tensor:
-        """Compute the logits of a step, [1, R, V], as a `steps.trace.Forward`: of the last R = `-last` of the `tokens`
-        tokens."""
+        """Compute the logits of the last R of the `tokens` tokens of a step, [1, R, V], as a `steps.trace.Forward`.
+        `last`: -R."""
         at, token_ids, positions = self._at, token_ids.contiguous(), positions.contiguous()
         cached = getattr(plan, "cached", None)  # of a plan that the loop can follow
         whole = cached is not None and plan.contexts is None

@@ -195,8 +195,9 @@ class Service:
         return found
 
     def end_session(self, row: SessionRow, how: str) -> None:
-        """End a session: accepted training requests are computed, requests for samples fail, then its models are
-        removed from memory. Checkpoints without a name are deleted. `how`: reason for the record."""
+        """End a session; its thread does the rest later. Accepted training requests are computed (those behind a
+        missing one fail), requests for samples fail, then its models are removed from memory. Checkpoints without a
+        name are deleted. `how`: reason for the record."""
         self.record.end_session(row.id, how)
         self._seen.pop(row.id, None)
         for model in self._leave(row.id, "the session has ended", ended=True):

@@ -197,7 +197,8 @@ class Worker:
             time.sleep(_PAUSE_SECONDS)
 
     def _ready(self) -> dict[str | Lane, list[str]]:
-        """Lanes with work (a model's id, or the `Lane` of an engine), each with the clients that it works for."""
+        """Queue requests again that were put off, once that is due; return the lanes that can work now (a model's id,
+        or the `Lane` of an engine), each with the clients that it works for."""
         if self._again and time.monotonic() >= self._again:
             self._again = 0.0
         if not self._again:

@@ -82,8 +82,8 @@ class GracefulServer(HttpServer):
         self._until = 0.0
 
     async def on_tick(self, counter: int) -> bool:
-        """Called by uvicorn ten times a second; returns True to end the server: after a signal, once open requests have
-        ended, or are broken off because `patience` is over."""
+        """Called by uvicorn ten times a second. Returns True to end the server: once it was told to end (by a signal,
+        or because the engine's loop has ended), and open requests have ended, or `patience` is over."""
         if not await super().on_tick(counter):
             return False
         self._work.stopping = True

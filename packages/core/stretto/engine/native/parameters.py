@@ -42,9 +42,9 @@ class Parameters:
     beside the parameter, which holds the sum."""
 
     def __init__(self, model: nn.Module, spare: Callable[[], int | None] = lambda: None) -> None:
-        """Load versions into `model`. `spare` returns the bytes free on the device, None without a limit. If base
-        weights to be kept for layers with adapters need more bytes than that, they are kept in host memory and copied
-        back layer by layer."""
+        """`model`: where `load` copies versions. `spare` returns the bytes free on the device, None without a limit. If
+        base weights to be kept for layers with adapters need more bytes than that, they are kept in host memory and
+        copied back layer by layer."""
         self._spare, self._beyond = spare, False  # beyond the device
         self._torn = False  # a load of all parameters has failed halfway
         self._parameters = dict(model.named_parameters())

@@ -168,8 +168,8 @@ def _padded(numbers: Ints, rows: int, wanted: int) -> Ints:
 
 
 def table_steps(layout: CacheLayout, windows: frozenset[int | None]) -> TableSteps | None:
-    """Make `TableSteps` if the layout's device is a GPU that can run their kernels; else return None. `windows`:
-    attention windows of the layers, None for full attention."""
+    """Make `TableSteps` if the layout's device is a GPU whose kernels take its dtype and head size; else return None.
+    `windows`: attention windows of the layers, None for full attention."""
     if not reads_ragged(layout.device, layout.dtype, layout.head_dim):
         return None
     multiprocessors = torch.cuda.get_device_properties(layout.device).multi_processor_count

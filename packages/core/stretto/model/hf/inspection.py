@@ -123,7 +123,7 @@ class ModelFolder:
     head_dim: int
     hidden_size: int
     eos_token_ids: tuple[int, ...]
-    dtype: str  # of most weights; "quantised" if they are not floating-point
+    dtype: str  # the most common one of the weights, or "quantised" (`weights_dtype`)
 
 
 def inspect_model_folder(path: Path | str, key: str = "") -> ModelFolder:
@@ -179,8 +179,8 @@ def _meant_by(folder: Path) -> str:
 
 
 def weights_dtype(folder: Path) -> str:
-    """Return the dtype of most weights of a model folder that `inspect_model_folder` has accepted, such as "bfloat16";
-    "quantised" if most are not floating-point."""
+    """Return the most common dtype of the weights of a model folder that `inspect_model_folder` has accepted, such as
+    "bfloat16"; "quantised" if it is none of float64, float32, float16 and bfloat16."""
     return _dtype_of(read_weights(folder).values())
 
 

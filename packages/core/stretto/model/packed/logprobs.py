@@ -252,8 +252,8 @@ def token_logprobs(
 
     The model must be loaded with packed attention (`model.packed.attention`) and pass `check_policy`.
 
-    The number of rows of the output matrix is also rounded (`round_length`). Otherwise oneDNN would compile and keep
-    two megabytes of code for every number of wanted tokens.
+    The number of hidden states that the output matrix multiplies is rounded up (`round_length`). Otherwise oneDNN would
+    compile and keep two megabytes of code for every number of wanted tokens.
     """
     targets = packed.input_ids[0].index_select(0, packed.wanted) if packed.targets is None else packed.targets
     before, part = packed.before, packed.part

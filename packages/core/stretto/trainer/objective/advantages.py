@@ -97,7 +97,7 @@ def lite_ppo(rewards: Groups, eps: float) -> list[list[float]]:
 
 def batch_normalised(rewards: Groups, tokens: Sequence[Sequence[int]], eps: float) -> list[list[float]]:
     """AReaL, appendix B.1: (r - mean) / (std + eps) over all tokens of the batch, population std; long completions
-    weigh more. All 0 if the rewards are equal.
+    weigh more. All 0 if the rewards of completions with loss tokens are equal.
 
     `tokens`: number of loss tokens of each completion; without loss tokens it does not count in mean and std.
     """

@@ -205,7 +205,7 @@ class LossSection(Section):
 
     @property
     def surrogate(self) -> Surrogate:
-        """The surrogate with its parameters bound."""
+        """The surrogate with its parameters bound; a user's own raises RecipeError where its code raises."""
         return self.bound(self.part)
 
     @property

@@ -83,7 +83,7 @@ def _is_passed(text: str, start: int) -> bool:
 
 
 def last_box(text: str) -> int:
-    """Index in the text at which the last box begins; -1 if there is none."""
+    """Index at which the last box of the text begins, closed or not, inside another box or not; -1 if there is none."""
     return max(
         [found.start() for found in re.finditer(r"\\(?:boxed|fbox|framebox)|(?<![A-Za-z\\])boxed\{", text)], default=-1
     )

@@ -129,7 +129,8 @@ def undeclared(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """The text with the words of ``\\text{…}`` unwrapped, except single letters and numbers."""
+    """The text with ``\\forall`` as "for all", ``\\text{…}`` replaced by its words, and single spaces. A ``\\text{…}``
+    of a single letter or number stays as it is."""
     text = text.replace(r"\forall", " for all ")
     return " ".join(_TEXTS.sub(lambda found: found[0] if _ALONE.fullmatch(found[1]) else f" {found[1]} ", text).split())
 
