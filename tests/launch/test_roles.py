@@ -9,6 +9,8 @@ import os
 import resource
 import shutil
 import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Coroutine
 from contextlib import closing
@@ -23,11 +25,12 @@ from stretto.launch.assemble.roles import _endpoints as endpoints
 from stretto.launch.assemble.roles import _in_turn as in_turn
 from stretto.launch.assemble.roles import _sweep as sweep
 from stretto.launch.assemble.roles import _up as up
-from stretto.launch.assemble.roles import end_all, locked_socket_folder, mailbox_name, record_facts
+from stretto.launch.assemble.roles import end_all, mailbox_name, record_facts
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.records.reporter import RunLog, SilentReporter
 from stretto.store import lock
+from stretto.store.lock import let_go, temporary_folder
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import SpanLog
 from stretto_app.extensions.machines import Cluster
@@ -83,12 +86,12 @@ def test_the_sockets_of_a_running_run_are_left_to_it_by_a_copy_of_its_folder(tmp
         run.write(".sockets", f"{place}\n")
         engine.bind(f"{place}/engine-0.sock")
         (run.path / "ledger.sqlite").touch()
-        owner = lock.acquire(Path(place))
+        owner = lock.acquire(Path(place), lock.TEMPORARY)
         shutil.copytree(run.path, tmp_path / "copy")
         with RunFolder.resume(tmp_path / "copy") as copy:
             assert mailbox_name(copy) != mailbox_name(run)
             sweep(copy, mailbox_name(copy))
-            assert sorted(path.name for path in Path(place).iterdir()) == ["engine-0.sock", "lock"]
+            assert sorted(path.name for path in Path(place).iterdir()) == ["engine-0.sock", lock.TEMPORARY]
             os.close(owner)
             sweep(copy, mailbox_name(copy))
             assert not Path(place).exists(), "nobody is left whose they are"
@@ -168,14 +171,34 @@ def test_a_socket_folder_that_cannot_be_locked_is_gone(monkeypatch: pytest.Monke
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, most))
     try:
         with pytest.raises(RunFolderError, match="Too many open files"):
-            locked_socket_folder()
+            temporary_folder()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
     assert list(short.iterdir()) == []
-    sockets, held = locked_socket_folder()
-    os.close(held)
-    assert list(short.iterdir()) == [sockets]
     shutil.rmtree(short)
+
+
+def test_a_temporary_folder_that_a_killed_process_left_is_removed_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And neither one that is in use, nor one that was left to the user, nor a run folder of such a name."""
+    code = "from stretto.store.lock import *; kept = temporary_folder(); let_go(*kept, kept=True); "
+    code += "print(kept[0], temporary_folder()[0], flush=True); input()"
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        (run := Path(short, "stretto-run")).mkdir()
+        os.close(lock.acquire(run))
+        environment = os.environ | {"TMPDIR": short}
+        with subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes) as process:
+            assert process.stdout is not None
+            kept, left = map(Path, process.stdout.readline().split())
+            let_go(*temporary_folder())
+            assert left.exists(), "in use"
+            process.kill()
+        own, held = temporary_folder()
+        assert set(Path(short).iterdir()) == {run, kept, own}
+        let_go(own, held)
 
 
 def test_a_socket_has_room_though_letters_of_the_temporary_folder_take_two_bytes(
@@ -184,7 +207,7 @@ def test_a_socket_has_room_though_letters_of_the_temporary_folder_take_two_bytes
     with tempfile.TemporaryDirectory(dir="/tmp") as short:
         (there := Path(short, "ж" * 45)).mkdir()
         monkeypatch.setattr(tempfile, "tempdir", str(there))
-        sockets, held = locked_socket_folder()
+        sockets, held = temporary_folder()
         os.close(held)
         with socket.socket(socket.AF_UNIX) as own:
             own.bind(str(sockets / "engine-1000.sock"))

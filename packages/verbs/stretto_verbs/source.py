@@ -5,7 +5,6 @@ own, native ones or servers of vLLM and SGLang. Both have the same methods.
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -21,12 +20,13 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Feed, Generation
 from stretto.engine.native.parameters import Parameters
-from stretto.engine.wire import EngineSpec, socket_folder
+from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import Engines, InFlight
 from stretto.loop.engines.pool import EnginePool
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.skeleton import skeleton
+from stretto.store import lock
 from stretto.weights.folder import remove
 from stretto.weights.mailbox import LORA_A
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, digest_of_tensor
@@ -152,7 +152,7 @@ class SourceApart:
             ModelFolderError: the folder has no valid config.
             RoleError: an engine did not start; the message names its log.
         """
-        self._folder = socket_folder()
+        self._folder, self._held = lock.temporary_folder()
         self._name = self._folder.name.removeprefix("stretto-")
         self._publisher = SharedMemoryPublisher(self._name, self._folder)
         specs = [self._spec(model.resolve(), config, number, deadlines) for number in range(config.count)]
@@ -280,8 +280,7 @@ class SourceApart:
         await cancel_and_wait(self._tasks)
         await self._pool.stop(_GRACE_SECONDS)
         remove(self._name, self._folder)
-        if not keep_logs:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        lock.let_go(self._folder, self._held, kept=keep_logs)
 
     def _check_open(self) -> None:
         """Raise EngineLost if this source was closed, or the error with which an engine could not be replaced."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -18,9 +17,9 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, run_app
 from stretto.engine.http.server import run_server
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.wire import socket_folder
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes.http.reach import bind
+from stretto.store.lock import let_go, temporary_folder
 from stretto_app.extensions.commands.serve import rule_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.serve.app import ServeApp
@@ -54,14 +53,14 @@ async def remote_engine(
 ) -> AsyncIterator[tuple[RemoteEngine, str]]:
     """A client of the engine, which listens in the test's own event loop, and its address; the client does not run
     yet."""
-    folder = socket_folder()
+    folder, held = temporary_folder()
     address = f"unix:{folder}/e.sock"
     listening = asyncio.create_task(run_server(engine, mailbox or Mailbox(), address))
     try:
         yield RemoteEngine("engine-0", address), address
     finally:
         await cancel_and_wait([listening])
-        shutil.rmtree(folder)
+        let_go(folder, held)
 
 
 @asynccontextmanager

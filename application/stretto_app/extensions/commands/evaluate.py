@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,6 @@ from stretto.core.errors import Problem, RecipeError, nearest, several
 from stretto.core.machine import Seat
 from stretto.core.tasks import gather_or_cancel, run_beside
 from stretto.doors.loading import from_package
-from stretto.engine.wire import socket_folder
 from stretto.launch.assemble.beside import conversing, workflow_pool
 from stretto.launch.assemble.evaluations import with_samples
 from stretto.launch.assemble.specs import Endpoints, engine_specs
@@ -37,6 +35,7 @@ from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
 from stretto.rewards.service.pool import RewardPool
 from stretto.rollout.tasks import MAPPINGS, is_local
+from stretto.store import lock
 from stretto.store.files import write_atomically
 
 _GYM = "reasoning-gym:"
@@ -200,8 +199,9 @@ def _files(task: Path | DataChoice) -> Iterator[tuple[str, str]]:
 
 
 async def _evaluate(plan: Plan, spawner: Spawner, keep: Callable[[Sequence[QuestionResult]], None]) -> Evaluation:
-    recipe, stopped, folder = plan.recipe, StopSignal(), socket_folder()
+    recipe, stopped = plan.recipe, StopSignal()
     seats = seats_of(plan, usable_gpus(recipe), ranks=False)
+    folder, held = lock.temporary_folder()
     engines = engines_of_folder(recipe, plan.base.path, folder, folder, spawner, seats)
     rewards = RewardPool(recipe.rewards, rows=plan.rows)
     workflows = workflow_pool(plan, folder / "workflow.txt")
@@ -224,8 +224,7 @@ async def _evaluate(plan: Plan, spawner: Spawner, keep: Callable[[Sequence[Quest
     finally:
         ends = (rewards.close(),) if workflows is None else (rewards.close(), workflows.close())
         await asyncio.gather(engines.stop(1.0), *ends)
-        if not failed:  # the message of a failure names a log in this folder
-            shutil.rmtree(folder, ignore_errors=True)
+        lock.let_go(folder, held, kept=failed)  # the message of a failure names a log in this folder
     return evaluation or sys.exit(stopped.exit_code)
 
 
@@ -242,7 +241,7 @@ def engines_of_folder(
 
     Args:
         model: model folder.
-        folder: for the sockets (`engine.wire.socket_folder`).
+        folder: for the sockets (`lock.temporary_folder`).
         logs: folder for the logs.
         seats: assignment of engines to GPUs; empty: they run on the CPU.
         say: gets a log line for every engine that is replaced.

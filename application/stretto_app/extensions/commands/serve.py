@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import resource
-import shutil
 import signal
 import socket
 import sys
@@ -20,7 +19,6 @@ from stretto.core.tasks import run_beside
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.lifecycle import GracefulServer, Parts, run_app
 from stretto.engine.native.scheduler import longest_row_of
-from stretto.engine.wire import socket_folder
 from stretto.launch.preflight.devices import usable_gpus
 from stretto.launch.recipe.recipe import Recipe, override, validate
 from stretto.loop.engines.pool import EnginePool
@@ -32,6 +30,7 @@ from stretto.processes.http.asgi import HostNames, is_loopback
 from stretto.processes.http.reach import bind, url_of
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import StopSignal, until_cut_short
+from stretto.store import lock
 from stretto_app.extensions.commands.evaluate import engines_of_folder
 from stretto_app.extensions.preflight.embedded import check_embedded, seats_of_engines
 from stretto_gateway.checks import check_key
@@ -162,7 +161,7 @@ async def run_with_engines(
         RoleError: an engine does not start, or has died too often.
         SystemExit: a signal ended it before it served.
     """
-    stopped, sockets, kept = StopSignal(), socket_folder(), False
+    stopped, (sockets, held), kept = StopSignal(), lock.temporary_folder(), False
     engines = engines_of_folder(recipe, model, sockets, logs or sockets, spawner, seats, say)
     try:
         app, work, run = parts(engines)
@@ -182,8 +181,7 @@ async def run_with_engines(
         raise
     finally:
         await engines.stop(_STOP_SECONDS)
-        if not kept:
-            shutil.rmtree(sockets, ignore_errors=True)
+        lock.let_go(sockets, held, kept=kept)
 
 
 def _waits(requests: int) -> str:

@@ -22,10 +22,7 @@ for /tokens, /submit and /score; its /health replies in JSON unless the client a
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -37,7 +34,6 @@ from stretto.core.frames import Count
 from stretto.core.records import Completion, GenerateRequest, Record
 
 ENGINE_ROLE, EXTERNAL_ENGINE_ROLE = "stretto.engine.role", "stretto_servers.role"
-_LONGEST_SOCKET_FOLDER = 70  # bytes
 
 #: Environment variable with the key that clients of an engine must send; unset if no key is needed.
 ENGINE_KEY = "STRETTO_ENGINE_KEY"
@@ -80,14 +76,6 @@ class EngineSpec(Record, frozen=True):
     share: float = 1.0
     memory: int = 0
     planned: int = 0
-
-
-def socket_folder() -> Path:
-    """Create a temporary folder for Unix sockets and return its path, which is short: a socket's path has at most 107
-    bytes. The caller removes the folder."""
-    root = tempfile.gettempdir()
-    short = len(os.fsencode(root)) < _LONGEST_SOCKET_FOLDER
-    return Path(tempfile.mkdtemp(prefix="stretto-", dir=root if short else "/tmp"))
 
 
 #: Most tokens of one message of a feed: 21 MB if each has its 20 top log-probabilities.

@@ -1,31 +1,39 @@
-"""The lock of a run folder: one process at a time may write. The kernel releases it when the process dies."""
+"""The lock of a folder: one process at a time may write. The kernel releases it when the process dies, by which a
+temporary folder that it left is known."""
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import fcntl
 import os
+import shutil
 import socket
+import tempfile
 import time
 from pathlib import Path
 
 from stretto.core.errors import Problem, RunFolderError
 
 NAME = "lock"
+#: The lock file of a `temporary_folder`. A run folder has none, wherever it lies.
+TEMPORARY = "temporary.lock"
 
 #: `is_held` takes a shared lock for an instant, so a writer tries several times before it reports another writer.
 _TRIES, _PAUSE = 25, 0.01
 
+_LONGEST_ROOT = 70  # bytes; the path of a Unix socket has at most 107
+_PREFIX = "stretto-"
 
-def acquire(folder: Path) -> int:
-    """Lock the folder by its file ``lock``, which gets the name of this process; returns a file descriptor. Closing the
+
+def acquire(folder: Path, name: str = NAME) -> int:
+    """Lock the folder by its file `name`, which gets the name of this process; returns a file descriptor. Closing the
     descriptor releases the lock. A held lock is tried again for a quarter of a second.
 
     Raises:
         RunFolderError: another process holds the lock, the folder cannot be written, or its file system has no locks.
     """
     try:
-        lock = os.open(folder / NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        lock = os.open(folder / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise unwritable(folder, error) from error
     try:
@@ -54,12 +62,12 @@ def unwritable(folder: Path, error: OSError) -> RunFolderError:
     return RunFolderError([Problem(str(folder), f"cannot be written: {error.strerror}", remedy)])
 
 
-def is_held(folder: Path) -> bool:
+def is_held(folder: Path, name: str = NAME) -> bool:
     """Whether a process holds the lock of the folder now; False if there is no lock file, or its file system has no
     locks, True if it cannot be opened."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # any folder may be asked about: the file may be a pipe
     try:
-        lock = os.open(folder / NAME, flags)
+        lock = os.open(folder / name, flags)
     except FileNotFoundError:
         return False
     except OSError:
@@ -85,3 +93,35 @@ def _take(lock: int) -> None:
         else:
             return
     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def temporary_folder() -> tuple[Path, int]:
+    """Create and lock a temporary folder, whose path is short enough for Unix sockets in it; returns the folder, and
+    the descriptor of the lock, for `let_go`. Folders that killed processes of this user left are removed first.
+
+    Raises:
+        RunFolderError: the folder cannot be locked; it is then removed.
+    """
+    root = Path(tempfile.gettempdir())
+    root = root if len(os.fsencode(root)) < _LONGEST_ROOT else Path("/tmp")
+    with contextlib.suppress(OSError):  # the next one may remove them
+        for left in root.glob(f"{_PREFIX}*"):
+            if (left / TEMPORARY).is_file() and left.lstat().st_uid == os.geteuid() and not is_held(left, TEMPORARY):
+                shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))  # other processes do not look at it before its lock
+    try:
+        held = acquire(folder, TEMPORARY)
+    except BaseException:
+        (folder / TEMPORARY).unlink(missing_ok=True)
+        folder.rmdir()  # unlike `rmtree`, this needs no descriptor
+        raise
+    return folder.rename(root / folder.name.removeprefix(".")), held
+
+
+def let_go(folder: Path, held: int, *, kept: bool = False) -> None:
+    """Remove a `temporary_folder`; `kept`: remove only its lock, and leave it to the user."""
+    if kept:
+        (folder / TEMPORARY).unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    os.close(held)

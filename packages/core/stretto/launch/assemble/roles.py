@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -20,7 +19,6 @@ from stretto.core.canary import CANARY, CanaryRecord
 from stretto.core.errors import described
 from stretto.core.events import Span
 from stretto.core.tasks import gather_or_cancel, run_beside
-from stretto.engine.wire import socket_folder
 from stretto.launch.assemble.beside import Conversing, MachineParts, Machines, machines_of, workflow_pool
 from stretto.launch.assemble.specs import CONTROL, WEIGHTS_KEY, Endpoints, engine_specs, trainer_spec
 from stretto.launch.preflight.base import digest
@@ -216,9 +214,8 @@ def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoint
     _sweep(folder, mailbox)
     remove_abandoned(SHARED)
     with contextlib.ExitStack() as undo:
-        sockets, held = locked_socket_folder()
-        undo.callback(shutil.rmtree, sockets, ignore_errors=True)
-        undo.callback(os.close, held)
+        sockets, held = lock.temporary_folder()
+        undo.callback(lock.let_go, sockets, held)
         undo.callback(_forget_sockets, folder)
         folder.write(_SOCKETS, f"{sockets}\n")
         mailbox_folder = shared_folder(plan.base.parameters * 4, sockets)
@@ -233,19 +230,6 @@ def _forget_sockets(folder: RunFolder) -> None:
     """Remove the note of the sockets' folder, unless another process has the run folder by now."""
     if folder.is_ours():
         (folder.path / _SOCKETS).unlink(missing_ok=True)
-
-
-def locked_socket_folder() -> tuple[Path, int]:
-    """Create a folder for sockets and lock it, so that other runs do not remove it while this process lives. Returns
-    the folder, and the descriptor of the lock. Raises RunFolderError if the folder cannot be locked; it is then
-    removed."""
-    sockets = socket_folder()
-    try:
-        return sockets, lock.acquire(sockets)
-    except BaseException:
-        (sockets / lock.NAME).unlink(missing_ok=True)
-        sockets.rmdir()  # unlike `rmtree`, this needs no descriptor
-        raise
 
 
 def _reward_pool(plan: Plan, folder: RunFolder, report: Callable[[str], None]) -> RewardPool:
@@ -271,15 +255,15 @@ def _sweep(folder: RunFolder, mailbox: str) -> None:
     remove(mailbox, SHARED)
     with contextlib.suppress(OSError):  # no sockets, or of another user: each run creates a new folder anyway
         sockets = Path((folder.path / _SOCKETS).read_text(encoding="utf-8").strip())
-        if lock.is_held(sockets):
+        if lock.is_held(sockets, lock.TEMPORARY):
             return
         remove(mailbox, sockets)
         for path in (*sockets.glob("engine-*.sock"), sockets / CONTROL):
             if path.is_socket():
                 path.unlink()
         (sockets / WEIGHTS_KEY).unlink(missing_ok=True)
-        if [path.name for path in sockets.iterdir()] == [lock.NAME]:
-            (sockets / lock.NAME).unlink()
+        if [path.name for path in sockets.iterdir()] == [lock.TEMPORARY]:
+            (sockets / lock.TEMPORARY).unlink()
         sockets.rmdir()
 
 
