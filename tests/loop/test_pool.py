@@ -46,7 +46,7 @@ from tests.launch.running import wait_until
 from tests.launch.warm import children_of
 from tests.loop.forking import ENGINE, toys
 from tests.loop.simulated_guests import Machine, SimulatedClient
-from tests.loop.toy_engine import ANSWER, DIE, HANG_UP, LIE, STAY_SILENT, TURN_DEAF, TURN_MUTE, UNFINISHED
+from tests.loop.toy_engine import ANSWER, DIE, FREEZE, HANG_UP, LIE, STAY_SILENT, TURN_DEAF, TURN_MUTE, UNFINISHED
 
 T = TypeVar("T")
 Work = Callable[[EnginePool], Awaitable[T]]
@@ -360,12 +360,12 @@ async def test_while_one_engine_is_away_the_other_answers_everything(fleet: Engi
     assert len(await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(20)))) == 20
 
 
-def answers_after(folder: Path, what: int, **deadlines: float) -> list[str]:
+def answers_after(folder: Path, what: int, told: type[Exception] = EngineLost, **deadlines: float) -> list[str]:
     """What is said when the only engine misbehaves once, and has answered the next request."""
     said: list[str] = []
 
     async def work(fleet: EnginePool) -> int:
-        with pytest.raises(EngineLost):
+        with pytest.raises(told):
             await answers(fleet, request("0", what))
         return len(await answers(fleet, request("0")))
 
@@ -388,6 +388,10 @@ def test_an_engine_that_nobody_can_reach_is_replaced_though_its_process_goes_on(
 def test_a_suspected_engine_that_takes_a_probe_and_says_nothing_is_replaced_once_it_is_hung(folder: Path) -> None:
     """Its heartbeats, one a second, go on."""
     assert answers_after(folder, TURN_MUTE, hung=1.5, answer=600.0) == [KILLED]
+
+
+def test_an_engine_that_falls_silent_in_mid_answer_is_replaced(folder: Path) -> None:
+    assert answers_after(folder, FREEZE, DeadlineExceeded, hung=1.5, answer=0.5) == [KILLED]
 
 
 def test_an_engine_that_dies_too_often_ends_the_run_with_its_name(folder: Path) -> None:

@@ -3,9 +3,10 @@
 It answers every seed with one token of the version it serves, behind those of the prefix. The prompt tells it to
 misbehave: 1 dies in mid-answer, 2 hangs up in mid-answer and goes on with it, as behind a cut network, 3 tells one
 token and never ends, 5 hangs up and listens no more, 6 hangs up and answers nothing any more, 7 has a bit of each
-answer wrong. Its spans are numbered, and take a moment. The file ``SPEC.model`` holds the newest version; or "broken",
-with which no engine starts; or "mistaken", the same, as by a mistake of the user; or "killed VERSION": the first
-engine that starts takes the word away and kills itself; or "hangs VERSION": the same, and it is never ready.
+answer wrong, 8 answers nothing any more. Its spans are numbered, and take a moment. The file ``SPEC.model`` holds the
+newest version; or "broken", with which no engine starts; or "mistaken", the same, as by a mistake of the user; or
+"killed VERSION": the first engine that starts takes the word away and kills itself; or "hangs VERSION": the same, and
+it is never ready.
 """
 
 import asyncio
@@ -26,7 +27,7 @@ from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, UpdateRe
 from stretto.processes.channel import run_role
 from stretto.processes.heartbeat import begin_role
 
-DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF, TURN_MUTE, LIE = 1, 2, 3, 4, 5, 6, 7
+DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF, TURN_MUTE, LIE, FREEZE = 1, 2, 3, 4, 5, 6, 7, 8
 UNFINISHED = 3  # tokens, it says, always
 
 
@@ -97,6 +98,9 @@ class ToyEngine:
             case 6:
                 self.mute = True
                 return None
+            case 8:
+                self.mute = True
+                await asyncio.sleep(600)
         self.generated += len(request.seeds)
         prefixes = request.prefixes or (Segment(),) * len(request.seeds)
         last = [Segment.of((seed,), (-0.1,), (self.version,), 0, StopReason.STOP) for seed in request.seeds]

@@ -21,7 +21,16 @@ from typing import Any, NoReturn
 
 from stretto.core.deadlines import deadline
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RoleDied, RoleError, UnprovenWeights, WireError
+from stretto.core.errors import (
+    DeadlineExceeded,
+    EngineLeft,
+    EngineLied,
+    EngineLost,
+    RoleDied,
+    RoleError,
+    UnprovenWeights,
+    WireError,
+)
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment
 from stretto.core.tasks import NamedTasks, gather_or_cancel, gather_to_the_end
@@ -37,9 +46,6 @@ from stretto.processes.spawn import FRESH, Spawner
 from stretto.rollout.adaptive import Pressure
 
 _LEAVE_SECONDS = 1.0  # between SIGTERM and SIGKILL of an engine that leaves
-
-
-async def _nothing() -> None: ...
 
 
 class EnginePool:
@@ -90,7 +96,7 @@ class EnginePool:
         #: Called with the oldest version that an engine serves, whenever that may have changed.
         self.on_load: Callable[[int], None] = lambda version: None
         #: Journals the tokens in flight; called before an engine leaves.
-        self.keep: Callable[[], Awaitable[None]] = _nothing
+        self.keep: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
         #: Called with each published version, to tell other machines.
         self.announce: Callable[[int], None] = lambda version: None
         self._preempted = 0.0  # completions preempted until the last call of `pressure`
@@ -277,7 +283,8 @@ class EnginePool:
             EngineLeft: the engine has left the run, or stopped taking requests before these were sent.
             RefusedRequest: the engine refused the requests.
             DeadlineExceeded: no engine became free within `deadlines.answer`, or none was up for twice
-                `deadlines.start` (for `patience`, if that is longer); or no completion ended within `answer`.
+                `deadlines.start` (for `patience`, if that is longer); or the engine, suspected now, ended no completion
+                within `answer`.
         """
         completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
         prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}
@@ -295,6 +302,9 @@ class EnginePool:
         except EngineLeft:
             if not engine.lags:
                 engine.suspect()  # its machine is silent or gone
+            raise
+        except DeadlineExceeded:  # its event loop hangs, say, and its heartbeats go on
+            engine.suspect(ids)
             raise
         except EngineLied as lie:  # a machine with broken memory, say, would go on answering
             if engine.condemn():
