@@ -79,3 +79,17 @@ async def test_an_abort_drops_what_was_not_sent_and_a_later_write_harms_nobody()
     second.close()
     assert await received(theirs) == b""
     assert await received(others) == b"sent"
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_what_is_written_to_a_lost_connection_is_dropped(size: int) -> None:
+    async def work() -> None:
+        transport, theirs = await ends()
+        theirs.close()
+        transport.abort()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        transport.write(bytes(size))
+        await asyncio.sleep(0)
+
+    run(work())

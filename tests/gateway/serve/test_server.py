@@ -332,6 +332,21 @@ async def test_metrics_without_an_engine_are_those_of_the_server(byte_folder: Pa
     assert "stretto_completion_tokens_total 0" in lines
 
 
+async def test_a_client_that_goes_with_several_requests_on_one_connection_ends_the_one_in_progress(
+    byte_folder: Path,
+) -> None:
+    engine, body = engine_of(byte_folder, slots=1), json.dumps(asked(n=128, stream=True)).encode()
+    one = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    async with served_engine(engine, byte_folder) as (client, _):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.base_url.port)
+        writer.write(2 * one)
+        await reader.readuntil(b"data: ")
+        writer.transport.abort()
+        async with asyncio.timeout(5):
+            await until(lambda: engine.idle, 0.01)
+        assert engine.health().generated < 10_000, "of 25,600, or twice as many"
+
+
 def test_a_body_over_the_limit_is_refused_with_413(serving: Serving) -> None:
     body = b'{"model": "' + b"x" * LARGEST_BODY + b'"}'
     assert_error(serving.post(COMPLETIONS, body), 413, "body")

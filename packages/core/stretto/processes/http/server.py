@@ -207,9 +207,22 @@ class _Protocol(_BoundedHeads):
         self._gathered = gathered
         self.app = _written_now(zero_copy(self))
         self.answered_at = 0.0
+        self._answered: RequestResponseCycle | None = None  # the request in progress; `cycle` is the newest
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(GatheringTransport(transport, self._gathered))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell the request in progress that its client has gone; uvicorn tells only the newest request, which may be
+        one that waits behind it."""
+        if self._answered is not None and self._answered is not self.cycle and not self._answered.response_complete:
+            self._answered.disconnected = True
+            self._answered.message_event.set()
+        super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
         self.answered_at = time.monotonic()

@@ -49,11 +49,12 @@ class GatheringTransport(asyncio.Transport):
         self._parts: list[bytes] = []
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send data after everything that was written before. Data of at most 64 KiB wait for the next iteration of the
-        event loop."""
+        """Send data after everything that was written before; it is dropped if the connection is closed. Data of at
+        most 64 KiB wait for the next iteration of the event loop."""
         if len(data) > _AT_ONCE:
             self.flush()
-            self._inner.write(data)
+            if not self._inner.is_closing():  # asyncio drops what is written then, and uvloop may raise RuntimeError
+                self._inner.write(data)
             return
         if not self._parts:
             self._gathered.add(self)
