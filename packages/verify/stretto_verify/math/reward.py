@@ -21,7 +21,7 @@ from stretto_verify.math.compare.opinion import accepts, parsed_whole
 from stretto_verify.math.compare.scalars import Opinion
 from stretto_verify.math.extract.denials import is_open
 from stretto_verify.math.extract.final import FinalAnswer, final_answer, in_prose, without_frame
-from stretto_verify.math.extract.statements import stated, weekday, winner
+from stretto_verify.math.extract.statements import emphasized, stated, unsolved, weekday, winner
 from stretto_verify.math.extract.subjects import is_of_another, subject
 from stretto_verify.math.limits import LONGEST_COMPLETION, TooLong, check_piece, check_symbolic, limited_time
 from stretto_verify.math.parse.expressions import expression
@@ -43,7 +43,7 @@ from stretto_verify.math.parse.structure import (
     Words,
 )
 from stretto_verify.math.parse.units import MAGNITUDES
-from stretto_verify.thoughts import opened
+from stretto_verify.thoughts import opened, said
 from stretto_verify.verdicts import Undecided
 
 _DECIMAL = re.compile(r"[^0-9,()\[\]]*[0-9]+\.[0-9]+[^0-9,()\[\]]*")
@@ -55,6 +55,9 @@ _ONLY_SUBJECT = re.compile(  # of a question that has one
     r"relation|result|sequence|series|set|statement|solution|system|theorem|triangle)s?)\s+(?:is|are|will|must|would|"
     r"should)\b",
     re.IGNORECASE,
+)
+_KIND = re.compile(  # odd function
+    r"(?<=[a-z]) (?:angle|event|function|graph|matrix|number|sequence|series|triangle)s?\.?$"
 )
 _BASES = {"binary": "2", "ternary": "3", "octal": "8", "hexadecimal": "16"}
 _BASE = re.compile(r"\b(?:base[\s$-]{0,3}([0-9]{1,2}|[a-z]{3,7})|(binary|ternary|octal|hexadecimal))\b", re.IGNORECASE)
@@ -79,6 +82,8 @@ def math(prompt: str, completion: str, answer: str) -> bool:
     try:
         with limited_time():
             given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
+            if given is None and (word := emphasized(said(completion, prompt))) is not None:
+                given = FinalAnswer(word, certain=True)
             if given is None or not given.text.strip():
                 return False
             if (named := subject(answer)) and is_of_another(named, completion, given.text):
@@ -193,10 +198,10 @@ def _same_statement(gold: str, given: str) -> Opinion:
     """Whether two texts are equal, of which one or both may be a sentence: "The statement is true" for "true"; None if
     unknown. A sentence about one of several, such as "Bob is taller", says more than its predicate."""
     expected, found = (
-        (stated(text) if _ONLY_SUBJECT.match(text) else None) or winner(text) or weekday(text) or text
+        (stated(text) if _ONLY_SUBJECT.match(text) else None) or winner(text) or weekday(text) or unsolved(text) or text
         for text in (gold, given)
     )
-    return same(Words(expected), Words(found))
+    return same(Words(expected), Words(found)) or same(Words(expected), Words(_KIND.sub("", found)))
 
 
 def _differ_in_modulus(gold: str, given: str) -> bool:

@@ -15,7 +15,8 @@ _BOX = re.compile(r"(?:\\(?:boxed|fbox|framebox)\s*|(?<![A-Za-z\\])boxed)(?=\{)"
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+(-?[0-9.]+|[a-zA-Z])")
 _JOINED = re.compile(r"(?<![a-zA-Z])(?:and|or)(?![a-zA-Z])|,|;")
 _PARTED = re.compile(
-    r"\b(?:wait|actually|instead|rather|correct\w*|sorry|mistake\w*|wrong|hmm|no|not|but)\b|[.?!][\s$\\]+(?:[A-Z]|$)|\n\s*\(?[a-z0-9]\)",
+    r"\b(?:wait|actually|instead|rather|better|on reflection|revis\w+|correct\w*|sorry|mistake\w*"
+    r"|wrong|hmm|no|not|but)\b|[.?!][\s$\\]+(?:[A-Z]|$)|\n\s*\(?[a-z0-9]\)",
     re.IGNORECASE,
 )
 _LATER = re.compile(  # words by which a box replaces the one before

@@ -12,6 +12,10 @@ from stretto_verify.math.parse.units import COMPARATIVE, NUMBER_WORD
 _ATTAINED = re.compile(  # the maximum is 12, attained at x = 3
     r",?\s+(?:(?:which is )?(?:achieved|attained|reached)|which occurs)\s(?:at|when|for|if)\b[^.\n]{1,80}\.?\s*$"
 )
+_EXTREME = re.compile(  # the least value is 42 when x = 7 and y = 6
+    r"(\b(?:maxim|minim|largest|smallest|greatest|least)[a-z]*\b[^.\n=]{0,60}?\b(?:is|are) \S{1,40}?)"
+    r",?\s(?:at|when|for|where|with)\s(?!.*\b(?:otherwise|else|or|but|if|not)\b)(?=[^.\n]*=)[^.\n]{1,80}\.?\s*$"
+)
 _DECLARED = re.compile(  # $S_n = 2n$ for all $n \ge 1$; $x^2 + 1$ for every real $x$, as claimed
     r"(\$(?: [a-z]+){0,3}),?\s+(?:(?:for (?:all|every|any|each)|whenever)(?: [a-z]+){0,2} \$[a-zA-Z]"
     r"|(?:for|where|when) \$[nkm](?!\$))(?:\s*(?:\\(?:geq?|leq?|in|neq?)(?![a-z])|[<>≥≤])[^$\n]{1,40})?\$"
@@ -36,7 +40,7 @@ _REASON = re.compile(  # 58 stickers are left after she gave 12 away
     rf"([0-9](?:(?!{_CONCLUSION})[^0-9.;:]){{0,40}}?)(?:,\s(?:(?:exactly )?as(?! well)|of which"
     r"|[0-9]+ of (?:which|whom|them|these)|the (?:sum|product|number|difference) of|with [0-9]+ (?:element|member)s?"
     r"|(?:i\.e\.|that is),? (?:until|from|by|in|on|at))|\s\(from|\s[—–] (?:this|it)"
-    r"|,?\s(?:because|since|after (?:[a-z]+ing|he|she|it|they|we|you|[A-Z][a-z]+ (?!is|was)[a-z]+)))\b"
+    r"|,?\s\(?(?:because|since|after (?:[a-z]+ing|he|she|it|they|we|you|[A-Z][a-z]+ (?!is|was)[a-z]+)))\b"
     rf"(?:(?!{_CONCLUSION})[^\n]){{1,120}}$"
 )
 _PARTED = re.compile(  # 42 students: 20 girls and 22 boys
@@ -58,7 +62,7 @@ def unconditioned(text: str) -> str:
     >>> unconditioned("58 left after giving 12 away"), unconditioned("5: 2 girls, 3 boys"), unconditioned("6: 2 and 3")
     ('58 left', '5', '6: 2 and 3')
     """
-    text = _PRICED.sub(r"\1", _DECLARED.sub(r"\1", _ATTAINED.sub("", text)))
+    text = _PRICED.sub(r"\1", _DECLARED.sub(r"\1", _EXTREME.sub(r"\1", _ATTAINED.sub("", text))))
     start = text.rstrip().rfind("\n") + 1
     last = _END_OF_PROOF.sub("", text[start:])
     if len(last) > _LONGEST_LINE or not last.strip():

@@ -32,7 +32,7 @@ _REJECTED = re.compile(  # 42 does not satisfy the condition; it fails; this ove
     r"\b(?:(?:does|do|did|can|could|would)(?:n't|\s+not)\s(?:satisfy|work|hold|fit|solve|be (?:right|correct))"
     r"|cannot be (?:right|correct|the answer)|fails\b|(?:overlook|ignore|miss|overcount|contradict|violate)e?s\b"
     r"|makes (?:the|a|one) [a-z]+ (?:zero|negative|undefined|vanish)|leads to a contradiction"
-    rf"|(?:is|was|are|(?:must|has to|should|can|would|will) be)\s(?:{REFUSED}|not {_NO_ANSWER})(?! to\b)"
+    rf"|(?:'s|is|was|are|(?:must|has to|should|can|would|will) be)\s(?:{REFUSED}|not {_NO_ANSWER})(?! to\b)"
     rf"|(?:is|was|are)n't {_NO_ANSWER}(?! to\b))"
 )
 _NAME = r"(?:answer|value|solution|root|guess|choice|option|count)"
@@ -49,6 +49,10 @@ _PART_OF_ANOTHER = re.compile(
     r"(?:[\w.,]|(?:[-−/^_<>≤≥+*·×]|\\[a-z]+|\b(?:than|least|most|to|of|under|below|with|for|by))[\s$]*)$"
 )
 _TAKEN_BACK = re.compile(r"\b(?:scratch that|on second thoughts?|never ?mind|take (?:it|that) back)\b", re.IGNORECASE)
+_NOT = re.compile(
+    r"(?<!or )(?<!if )(?<!why )(?<!were )\bnot (\$?[-−0-9][^\s$,;!?]*?\$?)(?=[.,;!?)]*(?:\s|$))(?! (?:[a-z]|of))",
+    re.IGNORECASE,
+)
 _LONGEST = 400  # characters behind the beginning of a correction
 _ENDS_IN_WORDS = re.compile(rf"\b(?:{NUMBER_WORD}|(?-i:[A-J])\)?)$", re.IGNORECASE)
 
@@ -82,4 +86,6 @@ def withdrawn(answer: str, after: str) -> bool:
             return True
         if value and before.endswith(value) and _PART_OF_ANOTHER.search(before.removesuffix(value)) is None:
             return True
+    if value and any(found[1].strip(" $") == value for found in _NOT.finditer(after)):
+        return True
     return _TAKEN_BACK.search(after) is not None

@@ -62,7 +62,8 @@ _BESIDE = re.compile(  # the answer is another number, described by this one
     r"|shorter) than(?: or equal to)?|exceed(?:s|ing)?|as [a-z]+ as|(?:(?:reject|avoid|discard|eliminate|exclude)(?:s"
     r"|e?d)?|rul(?:e|ed|es|ing) out)(?: (?:the )?(?:answer|value|option|choice|solution|root))?|without|exclud(?:e[sd]?"
     r"|ing)|differ(?:s|ent)? from|unequal to|menos|moins|минус|below|above|over|under|short of|beyond|close to|nearly"
-    r"|almost|twice|double|triple|half(?: of)?|thrice|divisible by|(?:square|cube|square root|cube root|root|sqrt"
+    r"|almost|(?:subtract|deduct)(?:s|ed|ing)? [^.,;\n]{1,12} from|twice|double|triple|half(?: of)?|thrice"
+    r"|divisible by|(?:square|cube|square root|cube root|root|sqrt"
     r"|opposite|reciprocal|negative|inverse|double|half|multiple"
     r"|log|logarithm|ln|sine?|cosine|tangent|factorial|floor|ceiling|derivative|integral|absolute value"
     r"|third|quarter|fifth|tenth|digits?|divisors?|factors?|power|the remainder) of)\s*[$(*{\\]{0,3}\s*$"
@@ -71,7 +72,8 @@ _OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|low
 _OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
 _DENIED_AFTER = re.compile(
     r"^[\s$.)}*]{0,3}\s*(?:\((?:wrong|incorrect|false|rejected|extraneous)\b|isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
-    rf"|(?:is|was|are|would be|can)\s*(?:not|n't|too|no answer|(?:my|our|the|an?) (?:first )?guess|{FALSE})\b"
+    r"|(?:is|was|are|would be|can)\s*(?:not|n't|too|no answer|close"
+    rf"|(?:my|our|the|an?) (?:first )?(?:guess|candidate)|{FALSE})\b"
     r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b"
     r"|(?:,?\s*(?:but (?:that|this|it|which)(?: [a-z]+)?|which)\s)?"
     rf"(?:is|was|seems|(?:must|has to|should|can|would) be) (?:not\b|{REFUSED})"

@@ -116,7 +116,7 @@ _NUMBER = re.compile(
 _TERM = r"(?:[0-9]++(?:\.[0-9]++)?|[√π]|[a-zA-Z](?![a-zA-Z])|\((?:[^()\n]{1,40})\)|\*\*|\^-?)"
 _EXPRESSION = rf"[-+−]?{_TERM}(?:[ ]*[-+−*/][ ]*{_TERM}|{_TERM})*+"
 _RELATION = re.compile(
-    rf"(?<![A-Za-z0-9\\$^_])(?:[a-zA-Z] ?[-+*/] ?){{0,3}}[a-zA-Z](?:_?[0-9]|\([a-z]\))?"
+    rf"(?<![A-Za-z0-9\\$^_])(?:-?[0-9.]++ ?[<≤]=? ?)?(?:[a-zA-Z] ?[-+*/] ?){{0,3}}[a-zA-Z](?:_?[0-9]|\([a-z]\))?"
     rf"(?:\s*(?:<=|>=|!=|[=<>≤≥≠])\s*{_EXPRESSION})+(?![0-9a-zA-Z%])"
 )
 _EQUATION = re.compile(  # 2x + 3 = 13: an unknown with a factor, whose letter is not that of a unit
@@ -149,7 +149,7 @@ _WORD_OR_NUMBER = r"(?:(?:a|[A-Za-z]{2,})[.,]?|-?\\?\$?[0-9][0-9.,/]*(?:\\?%)?)"
 _WORDS_AND_NUMBERS = re.compile(rf"{_WORD_OR_NUMBER}(?: {_WORD_OR_NUMBER})*")
 _LONGEST_WHOLE, _MOST_ITEMS, _MOST_SPANS = 300, 12, 40  # characters; items of a list; numbers that are looked at
 _ITEMS = re.compile(r"[,;]|\bor\b|\band\b")
-_FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:[ ,]+[A-Za-z'-]+){0,5}[.!]?")
+_FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:(?: [—–] |[ ,]+)[A-Za-z'-]+){0,5}[.!]?")
 _NAMES_STANCE = re.compile(r"(?<![\w\\])(?:yes|no|true|false)\b")
 _BOUND = re.compile(
     r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)"
@@ -286,8 +286,8 @@ def is_formula(text: str) -> bool:
 
 
 def _are_symbols(letters: str) -> bool:
-    """Whether letters are a product or the name of a line (``abc``, ``AB``), not a word."""
-    return len(letters) <= (4 if letters.isupper() else 3) and _SHORT_WORDS.fullmatch(letters.lower()) is None
+    """Whether letters are a product or the name of a line (``abc``, ``AB``), not a word ("Tom")."""
+    return len(letters) <= 3 + letters.isupper() - letters.istitle() and _SHORT_WORDS.fullmatch(letters.lower()) is None
 
 
 # Marked answers (rules 3 and 4).
@@ -302,7 +302,7 @@ def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, Fin
         lead = text[max(0, found.start() - 40) : found.end()]
         if not rest.strip() or is_denying(re.split(r"[.,;:!?\n](?=\s)", lead.rstrip(" :："))[-1]):
             continue
-        if re.match(r"(?:not|never)\b", rest):
+        if re.match(r"(?:not|never|I (?:do|can)(?:n't| ?not))\b", rest):
             _, but, rest = _sentence(rest).partition(" but ")
             if not but:
                 return found.start(), FinalAnswer("", certain=True)

@@ -11,7 +11,7 @@ import re
 
 from stretto_verify.math.extract.denials import denied
 from stretto_verify.math.extract.terms import terms
-from stretto_verify.math.parse.measures import KNOWN, product
+from stretto_verify.math.parse.measures import KNOWN, product, unit_named
 from stretto_verify.math.parse.units import MAGNITUDES, SYMBOL
 
 _OPERATOR = r"\\(?:cdot|times|div|pm|mp)(?![a-zA-Z])"
@@ -225,7 +225,7 @@ def with_unit(content: str, after: str) -> str:
         told = "".join(words[:count]).strip(" /-")
         if told in MAGNITUDES:
             return f"{content} {told}"
-        is_sign = count > 1 or len(told) == 1 or SYMBOL.fullmatch(told)
+        is_sign = count > 1 or len(told) == 1 or SYMBOL.fullmatch(told) or (len(told) > 2 and unit_named(told))
         if told.lower() in KNOWN or (is_sign and words[0].lower() != "in " and product(told)):
             power = _RAISED.match(after, found.start("words") + len(told))
             return rf"{content}\text{{ {told}}}" + (f"^{_EXPONENTS.get(power[1], power[1])}" if power else "")

@@ -24,18 +24,35 @@ _REASONED = re.compile(
 _CONCLUDED = re.compile(r"(?:so|thus|hence|therefore),?\s+(?=\S)", re.IGNORECASE)
 _CONTRASTED = re.compile(r"([A-Za-z'-]+(?: [A-Za-z'-]+){0,2}), not [A-Za-z' -]+[.!]?")
 _ON_A_DAY = re.compile(
-    r"(?:(?:so|thus|hence|therefore),? )?(?:it's|(?:it|that|this|the [a-z]+(?: [a-z]+)?) (?:(?:will|must|would) )?"
+    r"(?:(?:so|thus|hence|therefore),? )?(?:it's|it'll be"
+    r"|(?:it|that|this|the [a-z]+(?: [a-z]+)?) (?:(?:will|must|would) )?"
     r"(?:is|be|was|falls?|fell|lands?|occurs?|happens?|takes place|comes?)) (?:on )?(?:an? )?"
     r"((?:mon|tues|wednes|thurs|fri|satur|sun)day)[.!]?",
+    re.IGNORECASE,
+)
+_EMPHASIZED = re.compile(  # So it is **Saturn**. **Ann** is the liar.
+    r"(?:[^*\n]{0,200}\b(?:is|are|was|be|get|choose|:) )?\*\*([A-Za-z][A-Za-z' -]{1,40})\*\*"
+    r"(?: (?:on|in|at|for|of|by) [^*\n]{1,80})?[.!]?"
+    r"|(?:[A-Za-z' ]{1,40}, )?\*\*([A-Za-z][A-Za-z' -]{1,40})\*\* (?:is|are|was|wins?)\b"
+    r"(?!.*\b(?:second|third|fourth|almost)\b)[^*\n]{0,100}"
+)
+_UNSOLVED = re.compile(
+    r"[^0-9$\\]{0,120}\b(?:is|are|has|have|exists?) no (?:(?:real|integer|positive|such|possible) )*"
+    r"(?:solutions?|roots?)[.!]?",
+    re.IGNORECASE,
+)
+_UNSURE = re.compile(
+    r"\b(?:or|nor|either|whether|if|and|which|unless|when|but|except|perhaps|maybe|might|may|could|guess|than)\b|\?",
     re.IGNORECASE,
 )
 _WINNER = re.compile(
     r"(?:(?:[Ss]o|[Tt]hus|[Hh]ence|[Tt]herefore),? )?((?:[Pp]layer )?[A-Z][a-z]*)(?: (?:will|can|must))?(?: always)?"
     r" (?:wins?(?: the (?:game|race|match))?|has (?:a|the) winning strategy"
-    r"|[a-z]+ the (?:most|least|best|worst|[a-z]{3,}est)(?: [a-z]+){0,4})[.!]?"
+    r"|[a-z]+ the (?:most|least|best|worst|[a-z]{3,}est)(?: [a-z]+){0,4}"
+    r"|has (?:more|less|fewer)(?: [a-z]+){0,2})[.!]?"
 )
 _STANCE = re.compile(  # no conditions
-    r"(yes|no|true|false)[,.!:;]\s+(?!.*\b(?:if|unless|except|only|sometimes|otherwise)\b)[^0-9$\\]{0,200}",
+    r"(yes|no|true|false)(?:[,.!:;]|\s[—–-])\s+(?!.*\b(?:if|unless|except|only|sometimes|otherwise)\b)[^0-9$\\]{0,200}",
     re.IGNORECASE,
 )
 _STANCES = re.compile(r"\b(?:yes|no|true|false)\b", re.IGNORECASE)
@@ -63,6 +80,20 @@ def stated(text: str) -> str | None:
     return found["said"] if says_nothing(found["subject"]) else None
 
 
+def emphasized(text: str) -> str | None:
+    """The name or word in bold with which the last line of a text ends, or of which it says something: "**Ann** is the
+    liar."; None if that line is not of this form, denies it, or has several candidates.
+
+    >>> emphasized("So it is **Saturn**."), emphasized("**Ann** is the liar."), emphasized("It is not **Saturn**.")
+    ('Saturn', 'Ann', None)
+    """
+    line = text.rstrip().rpartition("\n")[2]
+    found = _EMPHASIZED.fullmatch(line)
+    if found is None or line.count("**") != 2 or _UNSURE.search(line) or is_denying(line) or not says_nothing(line):
+        return None
+    return found[1] or found[2]
+
+
 def weekday(text: str) -> str | None:
     """Day of the week on which something is, by a short sentence; None for other texts.
 
@@ -70,6 +101,16 @@ def weekday(text: str) -> str | None:
     ('Friday', None)
     """
     return None if (found := _ON_A_DAY.fullmatch(text)) is None or is_denying(text) else found[1]
+
+
+def unsolved(text: str) -> str | None:
+    """The words "no solution", if a sentence ends with them and has no condition; None for other texts.
+
+    >>> unsolved("Hence the system has no real solutions."), unsolved("If so, there is no solution.")
+    ('no solution', None)
+    """
+    found = _UNSOLVED.fullmatch(text)
+    return None if found is None or _UNSURE.search(text) else "no solution"
 
 
 def winner(text: str) -> str | None:

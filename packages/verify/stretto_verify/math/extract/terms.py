@@ -27,10 +27,17 @@ _APPROXIMATED = re.compile(
     rf"|\\text\s*\{{\s*,?\s*(?:or|which is)\s+{_ABOUT}\s*\}}\s*{_NEAR})"
 )
 _SAME_UNIT = re.compile(  # 2π units, or about 6.28 units
-    rf"{_VALUE}(\s[a-z]+)\s*,?\s*\(?(?:or |which is )?{_ABOUT}\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)\1\b\)?"
+    rf"{_VALUE}(\s[a-z]+[²³]?)\s*,?\s*\(?(?:or |which is )?{_ABOUT}\s*(-?[0-9][0-9,]*(?:\.[0-9]+)?)\1(?!\w)\)?"
 )
 _RESTATED = re.compile(r"(?<=[0-9)}$π%*]),? (?:i\.e\.|that is|(?:or )?equivalently),? (?=[$\\]{0,2}-?[0-9]|\$\\)")
 _IN_BRACKETS = re.compile(r"(?<=[0-9}$%])\s\(or ([^()\n]{1,30})\)")
+_CODE = re.compile(  # a formula in marks of code
+    r"(?<!`)`(?=[^`\n$]*[^\w`])(?![^`]*(?<![a-zA-Z])(?!sqrt|frac)[A-Za-z]{4})([^`\n$]{1,80})`(?!`)"
+)
+_OPTION = re.compile(  # 4, which corresponds to option (C)
+    r"\s([^\s,]*[0-9][^\s,]{0,40}),? (?:which (?:corresponds to|is|matches)|corresponding to)"
+    r" (?:option|choice|answer) [$*]{0,3}\(?([A-J])\)?[$*]{0,3}(?!\w)"
+)
 _IN_PERCENT = re.compile(r"((?<![0-9])\.[0-9]+|/\s?[0-9]+|\}\{[0-9]+\}\$?|\b0\.[0-9]+)\s\(([0-9.]+)\\?%\)")
 _HALF_OF_DAY = re.compile(  # 6:30 in the evening
     r"\b([0-9]{1,2}(?::[0-5][0-9]|(?= o'clock)))(?: o'clock)?(\s|\s?\\text\{\s*)in the (morning|afternoon|evening)\b"
@@ -52,14 +59,23 @@ _CHINESE_UNITS = dict(zip(_UNITS_TEXT.split()[::2], _UNITS_TEXT.split()[1::2], s
 _IN_CHINESE = re.compile(
     rf"(?<=[0-9])\s?(?:{'|'.join(sorted(_CHINESE_UNITS, key=len, reverse=True))})(?![\u4e00-\u9fff])"
 )
+_POINTED = re.compile(r"(?<![0-9.])[0-9]{1,3}(?:\.[0-9]{3}){2,}(?![0-9]|\.[0-9])")  # 1.234.567
+_ENDLESS = re.compile(r"(?<=[a-z] )([-+−]?)∞(?=[\s.;!]|$)")  # is ∞
+_PICTURES = re.compile(  # at the end of a line; those that deny or ask stay
+    "(?:[ \t]?[\u2705\u2713\u2714\u2611\u2728\u2b50\u263a\ufe0f\U0001f300-\U0001faff])+(?<![🚫👎🤔🛑🤷😕])[ \t]*$",
+    re.MULTILINE,
+)
 _VULGAR = re.compile(r"(?<![^\s(:=$*-])([0-9]{0,9})([½⅓⅔¼¾⅕-⅞])(?![A-Za-z0-9π(√^²³])")  # not in ½π, √½
 
 
 def in_digits(text: str) -> str:
-    """The text with digits of all scripts replaced by 0 to 9, with 1/2 for ½, and with Chinese magnitudes and units,
+    """The text with digits of all scripts replaced by 0 to 9, with 1/2 for ½, 1234567 for 1.234.567, no pictures
+    at the ends of lines, and with Chinese magnitudes and units,
     and words for minus, rewritten (``42万`` as 420000)."""
+    text = _POINTED.sub(lambda found: found[0].replace(".", ""), text)
     if text.isascii():
         return text
+    text = _ENDLESS.sub(r"$\1\\infty$", _PICTURES.sub("", text))
     text = _VULGAR.sub(lambda found: f"{found[1]} {normalize('NFKC', found[2])}".strip(), text)
     text = _DIGIT.sub(lambda found: str(int(found[0])), text.translate(_MARKS))
     text = _IN_CHINESE.sub(lambda found: f" {_CHINESE_UNITS[found[0].strip()]}", _MYRIAD.sub(_in_full, text))
@@ -79,10 +95,14 @@ def unquoted(text: str) -> str:
     >>> unquoted("It is 1/6 (about 0.167)."), unquoted('{"answer": "5"}')
     ('It is 1/6 ≈ 0.167.', '{\nAnswer: 5\n}')
     """
+    if "`" in text:
+        text = _CODE.sub(r"$\1$", text)
     if "$^" in text:
         text = _POWER_OF_UNIT.sub(r"^\1", text)
     if any(words in text for words in ("i.e.", "that is", "equivalently", "(or ")):
         text = _IN_BRACKETS.sub(r" or \1", _RESTATED.sub(" or ", text))
+    if "correspond" in text or "which is" in text:
+        text = _OPTION.sub(r" (\2) \1", text)
     if "%)" in text:
         text = _IN_PERCENT.sub(r"\1 or \2%", text)
     if "in the " in text:
