@@ -306,3 +306,11 @@ def test_tokens_of_an_engine_that_is_not_on_the_roster_and_tokens_of_nobody_are_
         "9.9.0/0 has tokens of spot, which is not on the roster",
         "9.9.0/0 has 2 sampled tokens, its engines wrote (('engine-0', 1), ('spot', 2))",
     )
+
+
+def test_tokens_that_no_engine_is_on_record_for_are_not_proven(run_dir: Path) -> None:
+    with ledger_at(run_dir / "ledger.sqlite") as ledger:
+        buffered(ledger, Group("9.9.0", prompts(10)[9], 3, (judged("9.9.0/0", versions=(3, 3)),)))
+    assert check_run(run_dir).breaches["every token was sampled by proven weights"] == (
+        "9.9.0/0 has a token of no engine at version 3, which it had not proven",
+    )

@@ -1,5 +1,7 @@
 """How the conductor judges engines between canaries, and what becomes of those it distrusts, on a clock that jumps.
 
+- The first proof of a make is the measure of its later ones, within limits of the type, also behind a resume; the worst
+  of a run is kept.
 - The limit is that of the coarser type of engine and trainer: an honest run of mixed types is left alone.
 - A mixture of experts may be three times as far away in half precision; in float32 one token of it may jump.
 - Few tokens of many steps count as much as many tokens of one.
@@ -132,6 +134,32 @@ def play(run: Run, work: Callable[[Run], Coroutine[Any, Any, None]]) -> None:
 def playing(**settings: Any) -> Callable[[Test], Callable[..., None]]:
     """For a test in a run with these settings."""
     return run_by(lambda work: play(Run(**settings), work))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "measured", "allowed"),
+    [("float32", 1, 48), ("float32", 9, 54), ("float32", 60, 64), ("bfloat16", 0.4, 2.4), ("bfloat16", 2.5, 3)],
+)
+def test_the_first_proof_of_a_make_is_the_measure_of_its_later_ones(
+    dtype: str, measured: float, allowed: float
+) -> None:
+    """In units of rounding."""
+    run, resumed = Run(dtype=dtype), Run(dtype=dtype)
+    unit = run.proving._canaries[0].unit(dtype)
+    run.client.off = measured * unit
+
+    async def work(run: Run) -> None:
+        for off in (0.99 * allowed, measured):
+            run.client.off = off * unit
+            await run.steps(1)
+
+    play(run, work)
+    (worst,), (newest,) = run.proving.record.worst, run.proving.record.newest
+    assert (run.said, worst.version, newest.version) == ([], 1, 2)
+    resumed.proving.restore(run.proving.record)
+    resumed.client.off = 1.01 * allowed * unit
+    with pytest.raises(UnprovenWeights, match="has not proven version 0"):
+        play(resumed, work)
 
 
 @pytest.mark.parametrize(("engine", "trainer"), [("float32", "bfloat16"), ("bfloat16", "float32")])
