@@ -4,16 +4,19 @@
 - One prompt, one stop text, arrays of token ids and a folder of the user's home may be given as they are; messages have
   a method of their own, and anything else is refused at its place."""
 
+import gc
 import json
 import shutil
+import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
 import stretto
+from stretto.core.errors import EngineLost
 
 PROMPTS = ["3+4=", "9-2=", "1+1="]
 
@@ -134,3 +137,18 @@ def test_messages_go_through_the_chat_template(workshop: Path, tmp_path: Path) -
 def test_a_model_without_a_template_says_so(engine: stretto.Engine) -> None:
     with pytest.raises(stretto.ModelFolderError, match="the tokenizer has no chat template"):
         engine.chat([{"role": "user", "content": "3+4="}])
+
+
+def test_a_closed_engine_has_freed_model_and_cache_and_refuses_each_call(workshop: Path) -> None:
+    gc.disable()  # the garbage collector is not needed for it
+    try:
+        engine = stretto.Engine.load(workshop / "model")
+        engine.sample("3+4=", max_tokens=4)
+        policy = weakref.ref(cast(Any, engine)._source._generation.engine)
+        engine.close()
+        assert policy() is None
+    finally:
+        gc.enable()
+    for call in (lambda: engine.sample("3+4="), lambda: engine.version, lambda: engine.score(["3+4="])):
+        with pytest.raises(EngineLost, match="engine is closed; load another one"):
+            call()

@@ -6,7 +6,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from functools import partial
 from importlib.util import find_spec
 from numbers import Integral
@@ -363,11 +363,11 @@ class LocalEngine:
         return background().call(self._source.score(tokens))
 
     def close(self) -> None:
-        """Abort all completions, and end the engine's processes, waiting for this up to 7 s; an engine in this process
-        keeps its memory until this object is deleted. Later calls raise EngineLost; a second `close` does nothing."""
+        """Abort all completions, end the engine's processes, waiting for this up to 7 s, and free the memory of an
+        engine in this process. Later calls raise EngineLost; a second `close` does nothing."""
         ending = self._end()
         if ending is not None and not background().here:
-            ending.result(_END_SECONDS)
+            wait([ending], _END_SECONDS)
 
     def __enter__(self) -> Self:
         return self
@@ -416,8 +416,8 @@ def _are(given: object, kind: type) -> bool:
 
 
 def _end(source: CompletionSource, keeping: Future[None] | None) -> Future[None] | None:
-    """Begin to end an engine and `keeping`, its journal; returns a future of the end of its processes, None without
-    any. Does not wait, since the garbage collector may call this in any thread."""
+    """Begin to end an engine and `keeping`, its journal; returns a future of the end, None if it has ended. Does not
+    wait, since the garbage collector may call this in any thread."""
     if keeping is not None:
         keeping.cancel()
     return source.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +42,17 @@ class SourceHere:
         """Start a task in the background thread that takes the engine's steps. `fixed`: its weights are also those of
         other engines and trainers, so that `update` refuses all others."""
         self._fixed = fixed
-        self._generation = Generation(engine)
-        self._steps = background().start(self._generation.run())
+        self._running: Generation | None = Generation(engine)
+        self._steps = background().start(_steps(self._running))
+
+    @property
+    def _generation(self) -> Generation:
+        """What runs the engine. Raises the error with which it has ended, or EngineLost if it was closed."""
+        if self._running is None or self._steps.done():
+            if not self._steps.cancelled():
+                self._steps.result()
+            raise EngineLost("engine", "is closed; load another one")
+        return self._running
 
     @property
     def engines(self) -> Engines:
@@ -66,20 +76,20 @@ class SourceHere:
     async def stream(self, requests: Sequence[GenerateRequest]) -> AsyncIterator[Completion]:
         """Sample the completions of all requests, which begin in the same step; yields each as it ends. Raises the
         errors of `generate`."""
-        self._check_open()
-        await self._generation.prepare(requests)
-        missing, feed = sum(len(request.seeds) for request in requests), Feed(self._generation.engine.name)
-        self._generation.submit_to(feed, requests, every_token=False)
+        generation = self._generation
+        await generation.prepare(requests)
+        missing, feed = sum(len(request.seeds) for request in requests), Feed(generation.engine.name)
+        generation.submit_to(feed, requests, every_token=False)
         try:
             while missing:
-                _, ended, refused = await self._generation.next(feed)
+                _, ended, refused = await generation.next(feed)
                 for completion in ended:
                     missing -= 1
                     yield completion
                 for _, error in refused:
                     raise error
         finally:
-            self._generation.end(feed)
+            generation.end(feed)
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """Return the new tokens of unfinished completions, by request id and member. `known`: number of tokens already
@@ -90,7 +100,6 @@ class SourceHere:
         """Compute the log-probabilities of all tokens but the first of each text (token ids). Raises RefusedRequest for
         a text that is empty, longer than the context or has tokens outside the vocabulary, and EngineLost if the engine
         is closed."""
-        self._check_open()
         return await self._generation.score(texts)
 
     async def update(self, weights: PolicyWeights) -> None:
@@ -102,23 +111,25 @@ class SourceHere:
             TornPublication: the weights belong to another model.
             EngineLost: the engine is closed.
         """
-        self._check_open()
+        generation = self._generation
         if self._fixed:  # a copy into them would change the base of every trainer and engine of the shared model
             told, remedy = "this engine samples by the weights of a shared model", "load it with the trainer's lora"
             raise DataError([Problem("update", f"{told}, which never change", remedy)])
-        self._generation.load(weights.version, weights.tensors)
+        generation.load(weights.version, weights.tensors)
 
-    def close(self) -> None:
-        """Begin to end the engine. May be called in any thread, also by the garbage collector."""
+    def close(self) -> Future[None]:
+        """Begin to end the engine; returns a future of its end, when model and cache are freed. May be called in any
+        thread, also by the garbage collector."""
         self._steps.cancel()
+        return background().start(self._let_go())
 
-    def _check_open(self) -> None:
-        """Raise the error with which the engine has ended, or EngineLost if it was closed."""
-        if not self._steps.done():
-            return
-        if not self._steps.cancelled():
-            self._steps.result()
-        raise EngineLost("engine", "is closed; load another one")
+    async def _let_go(self) -> None:
+        self._running = None
+
+
+async def _steps(generation: Generation) -> None:
+    with suppress(asyncio.CancelledError):  # its traceback would hold the engine for as long as the task is known
+        await generation.run()
 
 
 class _OneAtATime:

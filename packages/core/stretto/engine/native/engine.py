@@ -71,7 +71,7 @@ class NativeEngine:
         use_onednn(model)
         self._cache_bytes, self._has_sampled = config.cache_bytes, False  # whether the last step sampled
         self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
-        self._parameters = Parameters(model, self._spare)
+        self._parameters = Parameters(model)
         self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._config = config
         layout = self._policy.layout
@@ -284,7 +284,7 @@ class NativeEngine:
         self._parameters.check(version, tensors)
         self.in_doubt = True
         self._interrupt()
-        self._parameters.load(tensors)
+        self._parameters.load(tensors, self._spare)
         self._stale = self._stale_rows()
         self.version = version
         self._updates += 1
