@@ -16,15 +16,16 @@ from tests.store.make import PROMPT, Make, buffered
 UPDATE = Update(step=1, version=1, trained_tokens=2, masked_tokens=0, metrics={})
 BATCH = Make.batch(1, Make.group("0.17.0", Make.trajectory("0.17.0")))  # two tokens
 
+_NONE = Totals(max_staleness=None)  # no earlier process
+
 __all__ = ["BATCH", "PROMPT", "UPDATE", "Desk"]
 
 
 class Desk:
     """`work`: what the roles have done; a test sets it."""
 
-    def __init__(self, folder: RunFolder, ledger: Ledger) -> None:
+    def __init__(self, folder: RunFolder, ledger: Ledger, earlier: Totals = _NONE) -> None:
         self.folder, self.ledger, self.work = folder, ledger, Work()
-        earlier = Totals(max_staleness=None)
         clock = RunClock(earlier, time.monotonic())
         self.recorder = Recorder(folder, ledger, SilentReporter(), lambda: self.work, 1, earlier, clock)
 

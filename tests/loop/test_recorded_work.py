@@ -116,6 +116,20 @@ def test_a_step_that_a_resume_records_has_the_bound_under_which_it_was_trained(d
     assert (step.max_staleness, controller.max_staleness) == (1, 2)
 
 
+def test_a_step_that_a_resume_records_counts_no_work_of_the_start(desk: Desk) -> None:
+    buffered(desk.ledger, *BATCH.groups)
+    desk.ledger.commit_batch(BATCH)
+    earlier = Totals(max_staleness=1, generated=5, busy={"trainer": 2.0}, activities={"trainer": {"update": 2.0}})
+    resumed = Desk(desk.folder, desk.ledger, earlier)
+    resumed.work = Work(busy={"trainer": 9.0, "conductor": 9.0})  # imports, and steps that are trained again
+    controller = Controller(RolloutConfig(batch_size=1, group_size=2), PromptStream([PROMPT], 1), desk.ledger, 1, 1)
+    record_again(cast(RunContext, resumed), [UPDATE], controller, resumed.recorder)
+    assert resumed.recorder.latest.busy == {"trainer": 2.0}
+    resumed.recorder.rl_begins()
+    totals = resumed.recorder.totals()
+    assert (totals.generated, totals.activities) == (5, earlier.activities)
+
+
 def judged(desk: Desk, *outcomes: Outcome, reason: str = "") -> None:
     rewards = {Outcome.RIGHT: 1.0, Outcome.WRONG: 0.0, Outcome.UNDECIDED: None}
     trajectories = [

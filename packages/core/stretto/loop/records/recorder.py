@@ -103,7 +103,7 @@ class Recorder:
         before = earlier.carried
         self._carried = before if before is not None and before.medium == medium else Carried(medium)
         self._earlier = self.latest = msgspec.structs.replace(earlier, max_staleness=max_staleness)
-        self._before = Work()
+        self._before: Work | None = None  # when RL began; None: it has not
         self._conducting = False  # between `rl_begins` and `rl_ends`
         self._stopped: int | None = None  # tokens stopped before the end of the run
         self._left_over = 0  # tokens of whole turns that are in no trajectory
@@ -130,8 +130,8 @@ class Recorder:
     def rl_begins(self) -> None:
         """Start the RL clock, just before the first prompt is admitted. Work of the roles before this call, such as the
         first evaluation, is not counted in the totals."""
-        self._before = self._work()
-        self._busy_before, self._polled = self._before.busy, time.monotonic()
+        self._before = work = self._work()
+        self._busy_before, self._polled = work.busy, time.monotonic()
         self._evaluation_tokens, self._not_trained_for = Counter(), Counter()
         self._activities = self.latest.activities
         self.clock.rl_begins()
@@ -318,24 +318,29 @@ class Recorder:
 
     def totals(self) -> Totals:
         """Compute the totals up to now, earlier processes of the run included. Their RL seconds end at the last
-        update."""
-        work, before, earlier = self._work(), self._before, self._earlier
-        sampled = over_the_run(work.generated_by, before.generated_by, earlier.generated_by)
-        return Totals(
-            max_staleness=earlier.max_staleness,
-            generated=work.generated - before.generated + earlier.generated - self._not_trained_for.total(),
-            recomputed=work.recomputed - before.recomputed + earlier.recomputed,
-            stopped=work.stopped - before.stopped + earlier.stopped + self._left_over,
-            busy=over_the_run(work.busy, before.busy, earlier.busy),
-            generated_by={name: tokens - self._not_trained_for[name] for name, tokens in sampled.items()},
+        update. Of this process, no work before `rl_begins` counts."""
+        earlier = msgspec.structs.replace(
+            self._earlier,
             carried=self._carried,
             wall_seconds=self.clock.wall_seconds,
             rl_seconds=self.clock.rl_seconds,
             initial_accuracy=self.initial_accuracy,
             final_accuracy=self.final_accuracy,
             rewards=self._rewards,
-            evaluated=self._not_trained_for.total() + earlier.evaluated,
             starting_seconds=self.clock.starting_seconds,
+        )
+        if (before := self._before) is None:  # a resume records steps that an earlier process has trained
+            return earlier
+        work = self._work()
+        sampled = over_the_run(work.generated_by, before.generated_by, earlier.generated_by)
+        return msgspec.structs.replace(
+            earlier,
+            generated=work.generated - before.generated + earlier.generated - self._not_trained_for.total(),
+            recomputed=work.recomputed - before.recomputed + earlier.recomputed,
+            stopped=work.stopped - before.stopped + earlier.stopped + self._left_over,
+            busy=over_the_run(work.busy, before.busy, earlier.busy),
+            generated_by={name: tokens - self._not_trained_for[name] for name, tokens in sampled.items()},
+            evaluated=self._not_trained_for.total() + earlier.evaluated,
             activities=self._activities,
         )
 
