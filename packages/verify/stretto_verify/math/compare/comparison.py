@@ -27,7 +27,7 @@ from stretto_verify.math.compare.naming import (
     without_zeros,
 )
 from stretto_verify.math.compare.relations import as_asked, as_interval, as_range, same_relation
-from stretto_verify.math.compare.scalars import Opinion, all_of, any_of, same_scalar
+from stretto_verify.math.compare.scalars import Opinion, all_of, any_of, rounds, same_scalar
 from stretto_verify.math.parse.structure import (
     Dots,
     Letter,
@@ -171,7 +171,8 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
         case Ratio(), Ratio():
             return _same_ratio(gold, answer)
         case Scalar(), Scalar():
-            return same_scalar(gold, answer)
+            found = same_scalar(gold, answer)
+            return True if found is False and answer.beside and rounds(gold, answer) else found
         case (Ratio(parts=(_, _)) as ratio, Scalar() as other) | (Scalar() as other, Ratio(parts=(_, _)) as ratio):
             return _same_division(ratio, other)
         case (Listing(items=(only,)), Scalar()):
@@ -208,7 +209,7 @@ def _same_as_named(gold: Node, answer: Relation) -> Opinion:
         return False  # points whose coordinates have no known order
     if answer.signs[-1] == r"\in" and isinstance(gold, Listing) and not gold.ordered:
         return not (isinstance(last, Listing) and last.ordered) and same(gold, last)  # an interval is no list
-    return same(gold, last)
+    return same(gold, replace(last, beside=answer.beside) if isinstance(last, Scalar) else last)
 
 
 def _same_words(gold: Node, answer: Node) -> Opinion:

@@ -10,6 +10,7 @@ verdicts are reproducible, and an answer cannot be fitted to known points.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from random import Random
@@ -29,7 +30,8 @@ _AGREE = mpmath.mpf(10) ** (_SPARE - _DIGITS)
 _NEEDED = 3  # least number of points at which both expressions have a value
 _STEPS = 1 << 13  # even: a negative base has no real value at such an exponent
 _ODD = 1 << 32  # bound of the odd factors of denominators: no periodic answer can exploit it
-_SPANS = ((1, 3), (-3, -1), (0, 1), (-1, 0), (5, 9))
+_BENT, _WHOLE = re.compile("Abs|Max|Min|floor|ceiling|sign"), re.compile("[0-9]{1,9}")
+_SPANS: tuple[tuple[int, int], ...] = ((1, 3), (-3, -1), (0, 1), (-1, 0), (5, 9))
 _INTEGERS = ((2, 3), (5, 2), (4, 7), (3, 11))
 
 
@@ -148,7 +150,11 @@ def points(symbols: list[str], seed: str, *, whole: bool = False) -> Iterator[di
     """Yield sampled points, on and between integers, reproducible for the same symbols and seed. `whole`: further
     integers, for expressions that are defined only there."""
     chance = Random(",".join([*symbols, seed]))
-    for low, high in _SPANS:
+    spans = _SPANS
+    if _BENT.search(seed) is not None:  # bends may lie at the largest number
+        bound = max([9, *map(int, _WHOLE.findall(seed))])
+        spans = (*_SPANS, (-3 * bound, -bound), (bound, 3 * bound))
+    for low, high in spans:
         for _ in range(2):
             steps = _STEPS * (chance.randrange(1, _ODD) | 1)
             yield {symbol: low + Fraction(chance.randrange(1, steps, 2) * (high - low), steps) for symbol in symbols}

@@ -28,7 +28,7 @@ _COMPUTED = re.compile(r"[0-9]\s*(?:\\\s*)?[a-zA-Z](?![a-zA-Z])|[a-zA-Z)]\s*\^\s
 _DERIVED = re.compile(
     r"\\(?:gcd|lcm)\s*\([a-zA-Z_0-9{}]*[a-zA-Z][a-zA-Z_0-9{}, ]*\)|(?:[a-zA-Z]'+|[fgh]\s*\^\s*\{?-1\}?)\s*\([^()]*\)"
 )  # f'(2), f^{-1}(2)
-_POWER_OF_MATRIX = re.compile(r"[A-Z]\s*\^\s*\{?-?[0-9A-Z]+\}?")
+_POWER_OF_MATRIX = re.compile(r"[A-Z]|[A-Z]\s*\^\s*\{?-?[0-9A-Z]+\}?")
 _NUMBERED = re.compile(r"_\{?[0-9]\}?$")
 _ZERO = re.compile(r"_\{?0\}?$")
 _UNKNOWNS = frozenset("tuvwxyz")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from fractions import Fraction
 
 import sympy
@@ -15,7 +16,7 @@ from stretto_verify.math.compare.equality import same_value, within
 from stretto_verify.math.parse.expressions import Number, expression, number
 from stretto_verify.math.parse.measures import TWO_UNITS, conversion
 from stretto_verify.math.parse.structure import Scalar, Unreadable
-from stretto_verify.math.parse.units import LEFT_OUT
+from stretto_verify.math.parse.units import LEFT_OUT, without_unit
 
 Opinion = bool | None
 
@@ -48,6 +49,7 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
             return _same_latex(turned, other, 180 / sympy.pi)
     if answer.unit.startswith("base ") and answer.unit != "base 10" and not gold.unit:
         return False  # a numeral without a base is decimal, unless the question says otherwise (`reward.judged`)
+    gold, answer = _with_same_unit(gold, answer), _with_same_unit(answer, gold)
     scales = gold.scale, answer.scale
     if gold.scale != answer.scale and any(
         one.scale == _PERCENT and other.unit for one, other in ((gold, answer), (answer, gold))
@@ -57,6 +59,13 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
     if scales[0] != scales[1] and 1 in scales and LEFT_OUT.issuperset(scales) and answer.scale in (1, _PERCENT):
         factors.append(Fraction(1))
     return any_of(_same_latex(gold.latex, answer.latex, _factor(factor)) for factor in factors)
+
+
+def _with_same_unit(one: Scalar, other: Scalar) -> Scalar:
+    """The first scalar with the unit of the other, if it has that unit's letters right behind a digit: ``5N``."""
+    bare = one.latex.removesuffix(other.unit) if other.unit and not one.unit else one.latex
+    is_glued = bare != one.latex and bare[-1:].isdigit()
+    return replace(one, latex=bare, unit=other.unit) if is_glued else one
 
 
 def _is_multiple_of_pi(latex: str) -> bool:
@@ -140,6 +149,20 @@ def _rounded(decimal: Number | None, exact: sympy.Basic) -> bool:
     if decimal is None or not _fine_enough(decimal) or exact.free_symbols or exact.has(sympy.Float):
         return False
     return within(exact, decimal.value, Fraction(1, 2 * 10 ** (decimal.places or 0)))
+
+
+def rounds(gold: Scalar, answer: Scalar) -> bool:
+    """Whether the gold decimal stands behind the answer as its rounding: for 1.41, ``\\sqrt2 \\approx 1.41``."""
+    wanted = number(gold.latex)
+    if wanted is None or not wanted.places or gold.scale != answer.scale or {gold.unit, answer.unit} - {"", gold.unit}:
+        return False
+    beside = [number(without_unit(near)[0]) for near in answer.beside]
+    if all(near is None or near.value != wanted.value for near in beside):
+        return False
+    try:
+        return within(expression(answer.latex), wanted.value, Fraction(1, 2 * 10**wanted.places))
+    except Unreadable:
+        return False
 
 
 def _same_letter(gold: str, answer: str) -> bool:

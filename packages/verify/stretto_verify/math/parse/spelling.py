@@ -35,6 +35,7 @@ _CONDITIONED = re.compile(r"\s*\{(\s*[a-z]\s*(?:\||:|\\mid(?![a-z])).*[<>=].*)\}
 _UNDERSCORED = re.compile(r"\s*[-+]?[0-9]{1,3}(?:_[0-9]{3})+(?:\.[0-9]+)?\s*")
 _REPEATING = re.compile(r"(?<![0-9.])([0-9]*)\.\(([0-9]+)\)(?![0-9(])")
 _ALONE = re.compile(r"\s*\\text(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}\\]*)\}[\s.]*")
+_TEXTS = re.compile(r"\\text\{([^{}]*)\}")
 _TITLE = re.compile(r"\s*(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is|:)\s+")
 _WORDLESS = re.compile(r"\s*(?:[a-z]\s*[=<>≤≥])?[^A-Za-z]*[0-9][^A-Za-z]*")
 _LABELLED = re.compile(r"(?:^|[;,\n]|\\q?quad)\s*(?:\\text\s*\{\s*)?\(([1-6a-f])\)\s*\}?\s*:?")
@@ -88,7 +89,7 @@ def plain(text: str) -> str:
         return f"{number[1]}i{number[2]}"
     if text[:2] in ("on", "On", "in", "In", "at", "At"):
         text = _AT_A_DATE.sub("", text)
-    if (date := _DATES.fullmatch(text)) is not None:
+    if (date := _DATES.fullmatch(_TEXTS.sub(r"\1", text))) is not None:
         month = next(month for month in _MONTHS if month.startswith((date[2] or date[3])[:3]))
         return f"{month} {date[1] or date[4]}" + (f", {date[5]}" if date[5] else "")
     if (of_all := _CONDITIONED.fullmatch(text)) is not None:
@@ -131,7 +132,9 @@ _LETTERS: Final = str.maketrans(
         "≥": r"\ge ",
         "≠": r"\neq ",
         "≈": r"\approx ",
+        "≡": r"\equiv ",
         "∞": r"\infty ",
+        **dict.fromkeys("ΩΩ", r"\Omega "),
         "π": r"\pi ",
         "∪": r"\cup ",
         "∩": r"\cap ",
@@ -242,6 +245,7 @@ _SHARE: Final = (
     r"(?:\\text\s*\{\s*)?(off?)(?:\s*\}|\s)\s*(?=[0-9])"
 )
 _OPERATORS: Final = {"plus": "+", "minus": "-", "times": r"\cdot "}
+_SIGN: Final = r"(?:\{[^{}]*\}|[0-9a-zA-Z])"  # of an exponent or an index
 _FONT: Final = r"\\math(?:bf|it|rm|sf|tt|normal)"
 _REPLACED: Final = tuple(
     (re.compile(pattern), replacement)
@@ -298,6 +302,7 @@ _REPLACED: Final = tuple(
             r"\\text\{([^{}]*)\}\s*(?:\\cdot)?\s*\\text\{([^{}]*)\}\s*\^\s*\{?\s*-\s*([1-3])\s*\}?+(?!\s*(?:\\cdot\s*)?\\text)",
             _per,
         ),
+        (rf"(\\(?:sum|prod|int)\s?|(?<![a-zA-Z\\])[a-zA-Z])\^({_SIGN})_({_SIGN})", r"\1_\3^\2"),
         (r"(?<![A-Za-z0-9}\\])C\s*_\s*\{?([0-9a-z]+)\}?\s*\^\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
         (r"\{?\}?[_^]\s*\{?([0-9a-z]+)\}?\s*C\s*_\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
         (r"([\[\]])(\s*[^\[\],;\s][^\[\],;]*[,;]\s*[^\[\],;\s][^\[\],;]*)([\[\]])", _french),
@@ -311,6 +316,7 @@ _REPLACED: Final = tuple(
         (r"\\text\s*\{\s*\$?\s*,?\s*(?:and|or|oder|und)\s*\}", ", "),
         (r",?\s*(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])\s*,?", ", "),
         (r"(?<=[0-9)])\s*or(?=[A-Za-z(])|\\(?:(?:land|wedge|lor|vee)(?![a-z])|&)", ","),
+        (r"(?<![\]}a-zA-Z^_])\{([0-9]+)\}\{([0-9]+)\}", r"\1\2"),
         (r"\\(?:d|t|c)frac", r"\\frac"),
         (r"\\(?:d|t)binom", r"\\binom"),
         (r"(?<![0-9a-zA-Z.])([0-9]{1,3})C([0-9]{1,3})(?![0-9a-zA-Z.])", r"\\binom{\1}{\2}"),
@@ -345,6 +351,7 @@ _REPLACED: Final = tuple(
         (r"(?<=[0-9])pi(?![a-z])", r"\\pi "),
         (r"(?<![a-zA-Z\\])(?:(?:plus |positive )?[iI]nfinity|infty|inf|oo)(?![a-zA-Z])", r"\\infty "),
         (r"(?<![0-9a-zA-Z.])([0-9]+(?:\.[0-9]+)?)[eE]([+-]?[0-9]+)(?![0-9a-zA-Z.])", r"\1\\cdot 10^{\2}"),
+        (r"^\s*([01]?[0-9]|2[0-3])\s?h\s?([0-5][0-9])\s*$", r"\1:\2"),
         (r"\^\s*(-?[0-9]{2,}|-[0-9a-z])", r"^{\1}"),
         (r"\\frac\s*([0-9a-z])\s*([0-9a-z])", r"\\frac{\1}{\2}"),
         (r"\\frac\s*([0-9a-z])\s*\{", r"\\frac{\1}{"),
