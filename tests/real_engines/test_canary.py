@@ -62,7 +62,6 @@ async def test_what_goes_wrong_in_a_load_is_refused_and_what_goes_well_is_proven
         await trainer.advance()
 
 
-@pytest.mark.parametrize("installed", ["vllm"], indirect=True)
 async def test_what_goes_wrong_in_a_servers_own_memory_is_refused(either_server: RealServer) -> None:
     """It says that it has loaded the version and has not; a bit of a layer flips when all is loaded."""
     async with training(either_server) as (trainer, _):

@@ -101,7 +101,6 @@ def test_eval_measures_the_model_that_it_is_given(
     assert evaluated(laboratory, folder, *engine) == accuracies[folder]
 
 
-@pytest.mark.parametrize("installed", ["vllm"], indirect=True)
 def test_a_server_that_keeps_its_old_weights_ends_the_run_before_a_token_is_trained_on(
     server: RealServer, laboratory: Laboratory, tmp_path: Path
 ) -> None:

@@ -3,19 +3,21 @@ none where there is no such file. The environment has its path, `SPOILT`.
 
     slow S     each tensor of a load takes S seconds
     still      the first tensor takes for ever
-    old        nothing is loaded, and the server says that it was (vLLM)
-    flipped T  behind the load a bit of a tensor flips in memory (vLLM)
+    old        nothing is loaded, and the server says that it was
+    flipped T  behind the load a bit of a tensor flips in memory
 
 vLLM's worker is extended by `Loader`; SGLang finds `loaded` by the entry point beside this file."""
 
 import os
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
+_SGLANG = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk"
 _ADVANCE, _HONEST = import_module("advance"), import_module("vllm_extension")
 
 
@@ -28,7 +30,20 @@ def how() -> list[str]:
 
 
 def loaded() -> None:
-    """What SGLang calls, when all is done that is to be done."""
+    """What SGLang calls in each of its processes."""
+    hooks = import_module("sglang.srt.plugins.hook_registry")
+    hooks.HookRegistry.register(_SGLANG, sglang_load, hooks.HookType.AROUND)
+
+
+def sglang_load(load: Callable[..., tuple[bool, str]], updater: Any, *given: Any, **more: Any) -> tuple[bool, str]:
+    """In place of the worker's load of a folder."""
+    if how() == ["old"]:
+        return True, "Succeeded to update model weights."
+    told = load(updater, *given, **more)
+    match how():
+        case ["flipped", layer]:
+            updater.get_model().get_submodule(layer).weight.data.view(torch.int16)[0, 0] ^= 1
+    return told
 
 
 def held_up(advance: Any, size: int, add: Any = _ADVANCE.Advance.add) -> None:
