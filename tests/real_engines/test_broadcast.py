@@ -1,6 +1,7 @@
 """Promises: SGLang as its package is receives versions by a collective (gloo, on this machine's processor), stamps them
 on its tokens, and gives these the log-probabilities of the version's weights, to 1e-4. It proves each version by the
-canary, every tensor compared; what is spoilt on the way is refused, in float32 and bfloat16."""
+canary, every tensor compared; what is spoilt on the way, or received and not loaded, is refused, in float32 and
+bfloat16."""
 
 import secrets
 from collections.abc import Mapping
@@ -67,6 +68,9 @@ async def test_versions_that_were_broadcast_are_proven_and_spoilt_ones_refused(
             reads.spoil = SPOILT[how]
             assert (await trainer.refused()).evidence == ALONE.get(how, trainer.newest.evidence) != "", how
             reads.spoil = None
+        await trainer.advance()
+        with either_server.loads_spoilt("old"):
+            assert (await trainer.refused()).evidence
         await trainer.advance()
 
 

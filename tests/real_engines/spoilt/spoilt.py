@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-_SGLANG = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater.update_weights_from_disk"
+_SGLANG = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
 _ADVANCE, _HONEST = import_module("advance"), import_module("vllm_extension")
 
 
@@ -32,11 +32,12 @@ def how() -> list[str]:
 def loaded() -> None:
     """What SGLang calls in each of its processes."""
     hooks = import_module("sglang.srt.plugins.hook_registry")
-    hooks.HookRegistry.register(_SGLANG, sglang_load, hooks.HookType.AROUND)
+    for load in ("update_weights_from_disk", "load_weights_from_distributed"):
+        hooks.HookRegistry.register(f"{_SGLANG}.{load}", sglang_load, hooks.HookType.AROUND)
 
 
 def sglang_load(load: Callable[..., tuple[bool, str]], updater: Any, *given: Any, **more: Any) -> tuple[bool, str]:
-    """In place of the worker's load of a folder."""
+    """In place of the worker's load of a folder, or of what was broadcast."""
     if how() == ["old"]:
         return True, "Succeeded to update model weights."
     told = load(updater, *given, **more)
