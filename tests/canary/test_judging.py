@@ -9,7 +9,8 @@
   doubted, at every version. One that the trainer compares is never asked.
 - An engine that disagrees twice is replaced. Where its replacement does the same, the run ends with its name; a guest
   leaves instead, and the run goes on.
-- An engine that does not prove a version is replaced at the last evaluation too.
+- An engine that does not prove a version is replaced at the last evaluation too; whenever it has proven one in between,
+  again. One that says another version has not proven this one.
 - A machine that pulls a version while the trainer publishes many proves it; one that is too old is refused, and nobody
   waits for its canary. A machine that never catches up is named.
 """
@@ -47,6 +48,7 @@ class Prover(SimulatedClient):
     too low."""
 
     off = lies = pulls = 0.0  # the last: seconds in which its machine pulls a version
+    ahead = 0  # versions by which the one that it says it has is newer
 
     def __init__(self, name: str, machine: Machine) -> None:
         super().__init__(name, machine, lambda name, request, version: None)
@@ -59,7 +61,8 @@ class Prover(SimulatedClient):
         await asyncio.sleep(self.pulls)
         challenge = await ask(version) if ask is not None else None
         loaded = await super().update(version)
-        return msgspec.structs.replace(loaded, scores=None if challenge is None else self._scores(challenge))
+        scores = None if challenge is None else self._scores(challenge)
+        return msgspec.structs.replace(loaded, version=loaded.version + self.ahead, scores=scores)
 
     def _scores(self, challenge: Challenge) -> Scores:
         self.asked.append(challenge.sampled)
@@ -157,6 +160,7 @@ def test_the_first_proof_of_a_make_is_the_measure_of_its_later_ones(
     (worst,), (newest,) = run.proving.record.worst, run.proving.record.newest
     assert (run.said, worst.version, newest.version) == ([], 1, 2)
     resumed.proving.restore(run.proving.record)
+    assert resumed.proving.record == run.proving.record
     resumed.client.off = 1.01 * allowed * unit
     with pytest.raises(UnprovenWeights, match="has not proven version 0"):
         play(resumed, work)
@@ -177,13 +181,42 @@ def test_an_honest_run_of_mixed_types_is_left_alone(engine: str, trainer: str) -
         play(run, work)
 
 
-def test_the_trainers_type_counts_in_the_tolerance_of_a_float32_engine() -> None:
+@pytest.mark.parametrize("version", [0, 1])
+def test_the_trainers_type_counts_in_the_tolerance_of_a_float32_engine(version: int) -> None:
+    run, off = Run(trainer="bfloat16"), 0.5  # less than 64 units of bfloat16
+    run.client.off = 0.0 if version else off
+
     async def work(run: Run) -> None:
-        run.client.off = 0.5  # less than 64 units of bfloat16
+        run.client.off = off
         await run.steps(2)
 
-    with pytest.raises(UnprovenWeights, match="has not proven version 1"):
-        play(Run(trainer="bfloat16"), work)
+    with pytest.raises(UnprovenWeights, match=f"has not proven version {version}"):
+        play(run, work)
+
+
+def test_an_engine_that_says_another_version_has_not_proven_this_one() -> None:
+    async def work(run: Run) -> None:
+        run.client.ahead = 1
+        await run.steps(2)
+
+    with pytest.raises(UnprovenWeights, match=r"has not proven version 1: .*it says that it has version 2"):
+        play(Run(), work)
+
+
+@playing()
+async def test_an_engine_that_proves_versions_again_may_be_replaced_again(run: Run) -> None:
+    begins = run.client.begins
+
+    def honest(version: int) -> None:
+        begins(version)
+        run.client.off = 0.0
+
+    run.client.begins = honest  # type: ignore[method-assign]
+    for replaced in (1, 2):
+        await run.steps(1)
+        run.client.off = 0.01
+        await run.steps(2)
+        assert run.replaced == replaced
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
