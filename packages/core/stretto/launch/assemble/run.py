@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
-from stretto.core.errors import several
+from stretto.core.errors import StoreError, several
 from stretto.core.records import Update
 from stretto.core.tasks import run_beside
 from stretto.doors.loading import from_package
@@ -93,8 +93,12 @@ class StartState:
     @classmethod
     def of(cls, folder: RunFolder, keep: int) -> StartState:
         """Find the starting point of a run to resume; `changed`, `done` and `early` are left to the caller. `keep`:
-        number of checkpoints that the run keeps. Raises StoreError if the ledger, or every checkpoint, is damaged."""
+        number of checkpoints that the run keeps. Raises StoreError if the ledger, or every checkpoint, is damaged, or
+        the ledger has no step and there is a checkpoint."""
         version = last_step(folder.ledger)
+        if not version and (steps := Checkpoints(folder.checkpoints, keep).steps()):
+            found = f"{folder.ledger}: has no step, and there is a checkpoint of step {steps[-1]}"
+            raise StoreError(f"{found}: bring the ledger of this run back, or start a new run")
         checkpoint = Recovery(folder, keep).newest(version)
         return cls(version, checkpoint.step, checkpoint.broken) if checkpoint is not None else cls(version)
 
