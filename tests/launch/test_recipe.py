@@ -5,6 +5,7 @@
 - A resolved recipe reads back as itself; differences between two recipes are named by key.
 """
 
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -179,6 +180,10 @@ def test_a_recipe_that_is_not_there_is_refused_with_the_nearest_name(tmp_path: P
     write(tmp_path, SMALL)
     assert message(tmp_path / "recipes.toml") == f"{tmp_path}/recipes.toml: no such file; did you mean 'recipe.toml'?"
     assert "is a folder" in message(tmp_path)
+    os.mkfifo(tmp_path / "pipe.toml")
+    assert "is a device, a pipe or a socket" in message(tmp_path / "pipe.toml")
+    (tmp_path / "link.toml").symlink_to("nowhere")
+    assert message(tmp_path / "link.toml").endswith(": is a link to nothing")
 
 
 def test_a_byte_order_mark_and_windows_ends_of_lines_do_no_harm(tmp_path: Path) -> None:
@@ -204,6 +209,9 @@ def test_overrides_replace_values_and_take_words_without_quotes(tmp_path: Path) 
         ("=3", "not of the form"),
         ("trainer..steps=3", "not of the form"),
         ("trainer.step=3", "trainer.step: unknown key; did you mean 'steps'?"),
+        ("TRAINER.steps=3", "override TRAINER.steps: unknown key; did you mean 'trainer'?"),
+        ("workflow.function=3", "override workflow.function: 3; input should be a valid string"),
+        ("model.path=\0", "override model.path: '\\x00'; is no path: embedded null byte"),
         ("seed.more=3", "seed is a value, not a section"),
         ("trainer.steps=many", "trainer.steps: 'many'"),
         ("trainer.steps=", "trainer.steps: ''"),

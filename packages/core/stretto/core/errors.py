@@ -131,8 +131,7 @@ class Mistakes:
 
     def __init__(self, kind: type[UserError] = DataError) -> None:
         """Collect nothing yet. `kind`: class of the errors that are collected; others are raised."""
-        self._collected, self._first = kind, kind
-        self.problems: list[Problem] = []
+        self._collected, self._first, self.problems = kind, kind, list[Problem]()
 
     def __enter__(self) -> None:
         """Start a block; its error is collected."""
@@ -453,9 +452,10 @@ def naming(place: Path) -> Iterator[None]:
 def nearest(name: str, allowed: Iterable[str], others: str = "allowed") -> str:
     """Text of the remedy for an unknown name: the most similar allowed name, or all allowed names, behind the word
     `others`, if none is similar."""
-    if close := difflib.get_close_matches(name, names := sorted(allowed), n=1, cutoff=0.6):
-        return f"did you mean {close[0]!r}?"
-    return f"{others}: " + ", ".join(names) if names else ""
+    names = {one.casefold(): one for one in sorted(allowed)}
+    if close := difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.6):
+        return f"did you mean {names[close[0]]!r}?"
+    return f"{others}: " + ", ".join(names.values()) if names else ""
 
 
 def several(count: int, one: str, many: str = "") -> str:

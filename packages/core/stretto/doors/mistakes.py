@@ -83,7 +83,7 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
             return Problem(where, f"{details['input']!r}"[:80], _a_section(details["input"], models))
         case "tuple_type" | "list_type":
             given = details["input"]
-            such = f": [{json.dumps(given)}]" if isinstance(given, str | int | float) else ""
+            such = f": [{json.dumps(given)}]" if isinstance(given, str | int | float) and len(str(given)) < 80 else ""
             return Problem(where, f"{given!r}"[:80], f"a list is needed{such}")
         case "value_error":
             return Problem(where, str(details["ctx"]["error"]))
@@ -91,7 +91,9 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
             tag, kinds = details["ctx"]["tag"], details["ctx"]["expected_tags"]
             near = nearest(tag, [kind.strip("'") for kind in kinds.split(", ")])
             remedy = _OTHER_NAMES.get(f"{keys[-1]}={tag}") or (near if near.startswith("did") else with_colon(tag))
-            return Problem(where, f"kind {tag!r} is unknown", f"allowed: {kinds}" + (f"; {remedy}" if remedy else ""))
+            return Problem(
+                where, f"kind {tag!r:.80} is unknown", f"allowed: {kinds}" + (f"; {remedy}" if remedy else "")
+            )
     own = with_colon(details["input"]) if door is not None and details["type"] == "literal_error" else ""
     remedy = details["msg"][0].lower() + details["msg"][1:] + (_near(details) or (f"; {own}" if own else ""))
     return Problem(where, f"{details['input']!r}"[:80], remedy)
@@ -167,8 +169,10 @@ def _keys(
     models: list[type[BaseModel]] = [kind]
     beside = list(kind.model_fields)
     door: Door[Any] | None = None
+    is_label = False  # a kind may have the name of one of its keys
     for part in map(str, location):
-        if labelled := [model for model in models if _kind(model) == part]:
+        labelled = [model for model in models if _kind(model) == part and not is_label]
+        if is_label := bool(labelled):
             models = labelled
         elif door is not None and is_own(part):
             models = [door.model(part)]

@@ -26,8 +26,11 @@ def read_toml(path: Path) -> dict[str, Any]:
         remedy = (
             f"stretto was installed with {shipped}" if shipped.is_file() else nearest(path.name, near) if near else ""
         )
-        raise RecipeError([Problem(place, "no such file", remedy)])
+        found = "is a link to nothing" if path.is_symlink() else "no such file"
+        raise RecipeError([Problem(place, found, "" if path.is_symlink() else remedy)])
     try:
+        if not path.is_file():  # it is read more than once
+            raise RecipeError([Problem(place, "is a device, a pipe or a socket", "a recipe is a TOML file")])
         if path.stat().st_size > _LARGEST_RECIPE:
             raise RecipeError([Problem(place, f"{path.stat().st_size:,} bytes", "a recipe has less than 1 MiB")])
         text = path.read_text(encoding="utf-8-sig")

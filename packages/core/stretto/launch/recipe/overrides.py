@@ -51,6 +51,8 @@ def at_override(problem: Problem, place: str, overrides: Overrides) -> Problem:
         if f"{key}.".startswith(f"{own}."):
             return replace(problem, place=f"override {key}")
         within = not key or own.startswith(f"{key}.")
+        if within and problem.found == "unknown key":  # a section of that name
+            return replace(problem, place=f"override {own}")
         if within and re.search(rf"(?<!\w){re.escape(own.rpartition('.')[2])}(?!\w)", problem.found):
             return replace(problem, place=f"{problem.place} with override {own}")
     return problem

@@ -23,7 +23,7 @@ from pydantic import (
     model_validator,
 )
 
-from stretto.core.errors import Problem, RecipeError
+from stretto.core.errors import Mistakes, Problem, RecipeError
 from stretto.doors.door import Door
 from stretto.doors.loading import is_own, is_there, look_in
 from stretto.doors.mistakes import problems_of
@@ -272,7 +272,7 @@ def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
     is left out, it becomes the folder of the recipe file if a module or command file that the recipe names is there.
     Raises RecipeError if the file cannot be read or parsed, an override is malformed, or a path cannot exist."""
     tree = read_toml(path)
-    _resolve_paths(tree, path.parent)
+    _resolve_paths(tree, path.parent, f"{path}: ")
     override(tree, overrides)
     for section in ("rewards", "workflow"):
         _find_module(tree.get(section), path.parent)
@@ -303,7 +303,7 @@ def override(tree: dict[str, Any], overrides: Overrides, folder: Path | None = N
     problems = [problem for problem in told if problem is not None]
     if problems:
         raise RecipeError(problems)
-    _resolve_paths(tree, folder or Path.cwd())
+    _resolve_paths(tree, folder or Path.cwd(), "override ")
 
 
 def validate(tree: Mapping[str, Any], place: str, overrides: Overrides = ()) -> Recipe:
@@ -342,19 +342,23 @@ def _override(tree: dict[str, Any], override: str) -> Problem | None:
     return put(tree, key.strip(), parsed_value(text.strip()), f"override {override!r}")
 
 
-def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
-    """Make all paths in a parsed recipe absolute, in place; they are relative to `folder`. Raises RecipeError for a
-    path that cannot exist."""
+def _resolve_paths(tree: dict[str, Any], folder: Path, where: str) -> None:
+    """Make all paths in a parsed recipe absolute, in place; they are relative to `folder`. Raises RecipeError, with
+    `where` in front of each key, for paths that cannot exist."""
+    mistakes = Mistakes(RecipeError)
     for place in _PATHS:
         *sections, key = place.split(".")
         part: Any = tree
         for section in sections:
             part = part.get(section) if isinstance(part, dict) else None
-        if isinstance(part, dict) and isinstance(part.get(key), str):
-            part[key] = str(_absolute(part[key], folder, place))
+        with mistakes:
+            if isinstance(part, dict) and isinstance(part.get(key), str):
+                part[key] = str(_absolute(part[key], folder, f"{where}{place}"))
     for source in _sources(tree):
-        if isinstance(data := source.get("data"), str) and is_local(data, folder):
-            source["data"] = str(_absolute(data, folder, "data"))
+        with mistakes:
+            if isinstance(data := source.get("data"), str) and is_local(data, folder):
+                source["data"] = str(_absolute(data, folder, f"{where}data"))
+    mistakes.done()
 
 
 def _sources(tree: dict[str, Any]) -> list[dict[str, Any]]:
@@ -376,7 +380,9 @@ def _absolute(text: str, folder: Path, place: str) -> Path:
         path = (folder / Path(text).expanduser()).resolve()
         path.exists()
     except (OSError, ValueError, RuntimeError) as error:  # too long, with a NUL, the home of an unknown user
-        raise RecipeError([Problem(place, f"{text!r}"[:80], f"is no path: {error}")]) from None
+        raise RecipeError(
+            [Problem(place, f"{text!r}"[:80], f"is no path: {getattr(error, 'strerror', error)}")]
+        ) from None
     return path
 
 
