@@ -4,6 +4,7 @@ temporary folder that it left is known."""
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
