@@ -38,7 +38,7 @@ def as_format_2(ledger: Path) -> None:
         connection.executescript(
             "ALTER TABLE trajectories DROP COLUMN seal; ALTER TABLE steps DROP COLUMN row_seal;"
             "UPDATE groups SET seal = seal(id, prompt_id, admitted_version);"
-            "DELETE FROM meta WHERE name IN ('recipe', 'start'); DROP TABLE calls; PRAGMA user_version = 2;"
+            "DELETE FROM meta WHERE name IN ('recipe', 'start', 'canary'); DROP TABLE calls; PRAGMA user_version = 2;"
         )
 
 
