@@ -4,6 +4,8 @@ another make."""
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ from stretto.processes.spawn import FreshSpawner, RunningProcess, Spawn
 from stretto.processes.tree import descendants
 from stretto_app.extensions.commands.gateway import gateway as serve_sessions
 from tests.gateway.serving import build_chat_model
-from tests.launch.running import service, wait_until
+from tests.launch.running import ROOT, service, wait_until
 from tests.launch.vllm_server import Asked, replies_of, replies_that_say, serving
 from tests.launch.warm import WarmCommand
 
@@ -39,11 +41,15 @@ def gateway(model: Path, folder: Path, *words: str) -> Iterator[tuple[WarmComman
         yield process, line.removeprefix(begun).strip()
 
 
-def ask(session: dict[str, str], address: str, *texts: str, **further: Any) -> httpx.Response:
+def words_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def ask(session: dict[str, str], address: str, *texts: str, timeout: float = 60, **further: Any) -> httpx.Response:
     messages = [{"role": ("user", "assistant")[at % 2], "content": text} for at, text in enumerate(texts)]
     body = {"model": "chatml", "messages": messages, "max_tokens": 12, **further}
     headers = {"Authorization": f"Bearer {session['api_key']}"}
-    return httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    return httpx.post(f"{address}/v1/chat/completions", json=body, headers=headers, timeout=timeout)
 
 
 def test_recorded_turns_answer_after_the_process_was_killed(model: Path, tmp_path: Path) -> None:
@@ -71,8 +77,7 @@ def test_a_turn_outlives_its_engine(model: Path, tmp_path: Path) -> None:
     with gateway(model, tmp_path / "sessions") as (process, address):
         session = httpx.post(f"{address}/sessions", json={}).json()
         first = ask(session, address, "hello").json()["choices"][0]["message"]["content"]
-        started = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in descendants(process.pid)}
-        [engine] = [pid for pid, words in started.items() if b"stretto.engine.role" in words]
+        [engine] = (pid for pid in descendants(process.pid) if b"engine.role" in words_of(pid))
         os.kill(engine, signal.SIGSTOP)  # the turn is open when it dies, and when the gateway is asked to stop
         recorded = tmp_path / "sessions" / f"{session['id']}.jsonl"
         before = recorded.stat().st_size
@@ -86,6 +91,28 @@ def test_a_turn_outlives_its_engine(model: Path, tmp_path: Path) -> None:
         said = process.said()[0]
         assert "engine-0 was killed by SIGKILL" in said
         assert "stopping: open requests (1) have 30 s to finish; a second signal ends it now" in said
+
+
+def test_an_engine_whose_event_loop_hangs_is_replaced_once_a_client_has_waited_for_long(
+    model: Path, tmp_path: Path
+) -> None:
+    asleep = "signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))"  # its heartbeats go on
+    (tmp_path / "sitecustomize.py").write_text(f"import signal, time\n{asleep}\n")
+    words = ("--port", "0", "--folder", str(tmp_path / "sessions"), "deadlines.answer=12", "deadlines.hung=1")
+    command = [sys.executable, "-m", "stretto_app.cli.main", "gateway", str(model), *words]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            begun = next(line for line in process.stdout if line.startswith("gateway at "))
+            session = httpx.post(f"{(address := begun.split()[-1])}/sessions", json={}).json()
+            [engine] = (pid for pid in descendants(process.pid) if b"engine.role" in words_of(pid))
+            os.kill(engine, signal.SIGUSR1)
+            with pytest.raises(httpx.ReadTimeout):
+                ask(session, address, "hello", timeout=3)
+            assert ask(session, address, "hello").status_code == 200
+        finally:
+            process.kill()
 
 
 def test_the_turns_of_a_server_of_another_make_are_on_record_as_it_sampled_them(model: Path, tmp_path: Path) -> None:

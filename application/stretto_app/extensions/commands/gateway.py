@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
@@ -41,6 +43,7 @@ from stretto_verify.thoughts import PIECES
 from stretto_workflows.session import Sampler, SessionRecord, WholeTurns
 from stretto_workflows.sessions import PersistentTurns
 
+_LOOKS = 6  # of the longest wait for an answer, a part after which an engine may be silent
 _PROBE = [{"role": "user", "content": "1+1="}]  # prompt that other servers must tokenize alike
 
 
@@ -48,9 +51,11 @@ class Turns:
     """Generates the turns of all sessions by a pool of engines. Implements `core.engine.Generate`, and the work of a
     `GracefulServer`: what it runs, counts and breaks off when it stops."""
 
-    def __init__(self, engines: EnginePool) -> None:
+    def __init__(self, engines: EnginePool, patience: float) -> None:
+        """Generate by `engines`. `patience`: seconds of a turn; if one that has taken longer is given up, by its client
+        or for its time, silent engines are replaced."""
         self.stopping, self.open_requests = False, 0  # a turn that waits for an engine counts as open
-        self._engines, self._over = engines, False
+        self._engines, self._patience, self._over = engines, patience, False
 
     def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Sample the completions of `requests` with the pool, and yield each one when it ends (`Generate`).
@@ -91,8 +96,14 @@ class Turns:
             if self.stopping:
                 raise EngineLost("the gateway", "is stopping")
             self.open_requests += 1
+            began = time.monotonic()
             try:
                 return await turns(request)
+            except asyncio.CancelledError:
+                if time.monotonic() - began > self._patience:  # an event loop may hang, whose heartbeats go on
+                    for name in self._engines.names:
+                        self._engines.suspect(name)
+                raise
             finally:
                 self.open_requests -= 1
 
@@ -176,7 +187,7 @@ def gateway(
     names = HostNames(host, loopback=True) if is_loopback(bound) else None
 
     def parts(engines: EnginePool) -> Parts:
-        turns = Turns(engines)
+        turns = Turns(engines, recipe.deadlines.answer / _LOOKS)
         recorded = RecordedSessions(folder, served, turns.sampler)
         app = GatewayApp(recorded.load(), recorded, served, operator_key=api_key or "", names=names)
         for which, why in recorded.set_aside.items():
