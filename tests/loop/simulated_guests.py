@@ -10,7 +10,8 @@ import random
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -20,6 +21,11 @@ from stretto.core.errors import EngineLeft, EngineLost, MachineLost
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment, StopReason
 from stretto.core.tasks import first_of
+from stretto.engine.wire import EngineSpec
+from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.handle import EngineHandle
+from stretto.loop.engines.proving import Proving
+from stretto.processes.supervisor import RestartBudget
 
 TOKEN_SECONDS = 0.2
 
@@ -211,3 +217,9 @@ class SimulatedClient:
         self.version = -1
 
     async def close(self) -> None: ...
+
+
+def handle_of(client: SimulatedClient) -> EngineHandle:
+    process: Any = SimpleNamespace(clock_offset=0.0)
+    spec = EngineSpec("engine-0", "", "", "", "", "{}", 1, 0.0)
+    return EngineHandle(spec, process, client, DeadlinesConfig(), RestartBudget(1, 1.0), lambda _: None, Proving())

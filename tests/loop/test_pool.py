@@ -14,8 +14,7 @@ import signal
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import pytest
@@ -37,15 +36,12 @@ from stretto.core.tasks import run_beside
 from stretto.engine.config import EngineConfig
 from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.engines.proving import Proving
-from stretto.processes.supervisor import RestartBudget
 from tests.asynchronous import Test, run_by, until
 from tests.launch.running import wait_until
 from tests.launch.warm import children_of
 from tests.loop.forking import ENGINE, toys
-from tests.loop.simulated_guests import Machine, SimulatedClient
+from tests.loop.simulated_guests import Machine, SimulatedClient, handle_of
 from tests.loop.toy_engine import ANSWER, DIE, FREEZE, HANG_UP, LIE, STAY_SILENT, TURN_DEAF, TURN_MUTE, UNFINISHED
 
 T = TypeVar("T")
@@ -149,45 +145,6 @@ async def test_a_request_that_waits_for_a_version_is_given_up_with_the_others(fl
     await fleet.reach(7)
     await asyncio.gather(giving_up, answering)
     assert not early
-
-
-def handle_of(client: SimulatedClient) -> EngineHandle:
-    process: Any = SimpleNamespace(clock_offset=0.0)
-    spec = EngineSpec("engine-0", "", "", "", "", "{}", 1, 0.0)
-    return EngineHandle(spec, process, client, DeadlinesConfig(), RestartBudget(1, 1.0), lambda _: None, Proving())
-
-
-async def test_a_request_that_its_abort_has_overtaken_is_aborted() -> None:
-    handle = handle_of(SimulatedClient("engine-0", Machine(random.Random(1)), lambda *_: None, version=0))
-    handle.open.add("0")
-    giving_up = asyncio.ensure_future(handle.give_up())
-    await asyncio.sleep(0.05)
-    with pytest.raises(EngineLost, match="broke off"):
-        [_ async for _ in handle.client.generate(request("0", answers=50))]
-    handle.open.clear()
-    await giving_up
-
-
-async def test_all_requests_of_an_engine_that_replies_slowly_are_given_up_within_a_second() -> None:
-    class Slow(SimulatedClient):
-        async def abort(self, request_id: str | list[str]) -> None:
-            await asyncio.sleep(0.1)  # its step
-            await super().abort(request_id)
-
-    handle = handle_of(Slow("engine-0", Machine(random.Random(1)), lambda *_: None, version=0))
-
-    async def sampled(id: str) -> None:
-        try:
-            async for _ in handle.client.generate(request(id, answers=50)):
-                pass
-        finally:
-            handle.open.discard(id)
-
-    handle.open |= {str(number) for number in range(20)}
-    asked = [asyncio.ensure_future(sampled(id)) for id in handle.open]
-    await handle.give_up()
-    assert not handle.open
-    assert all("broke off" in str(error) for error in await asyncio.gather(*asked, return_exceptions=True))
 
 
 @in_fleet(count=1)
