@@ -8,6 +8,7 @@ import os
 import shutil
 import struct
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -315,6 +316,14 @@ def test_a_folder_that_was_not_finished_never_appears(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         fail()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_files_of_a_folder_wait_for_the_disk_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    together = iter(4 * [threading.Barrier(4).wait])  # then the folder around it
+    with whole_folder(tmp_path / "policy") as partial:
+        for name in "abc":
+            (partial / name).touch()
+        monkeypatch.setattr(os, "fsync", lambda descriptor: next(together, int)(10))
 
 
 def test_a_saved_policy_is_on_disk_before_it_has_its_name(

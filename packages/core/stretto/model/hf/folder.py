@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from functools import partial
@@ -278,8 +279,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
     try:
         with naming(path):
             yield partial
-            for written in (*partial.rglob("*"), partial):
-                sync(written)
+            with ThreadPoolExecutor() as pool:  # each may wait for the disk
+                list(pool.map(sync, (*partial.rglob("*"), partial)))
         if not _exchanged(partial, path):  # in one step: whoever looks, and a kill, finds the older one or the new one
             if path.exists():
                 path.rename(replaced)
