@@ -5,6 +5,7 @@
 - a user's mistakes end with exit code 2, all of them in one message; other errors with 1.
 """
 
+import errno
 import inspect
 import pickle
 import re
@@ -12,7 +13,17 @@ import re
 import pytest
 
 from stretto.core import errors
-from stretto.core.errors import DeadlineExceeded, Problem, RecipeError, RefusedRequest, RoleDied, StrettoError, nearest
+from stretto.core.errors import (
+    DeadlineExceeded,
+    Problem,
+    RecipeError,
+    RefusedRequest,
+    RoleDied,
+    StrettoError,
+    described,
+    nearest,
+    several,
+)
 
 
 def drawn() -> dict[str, str]:
@@ -57,3 +68,19 @@ def test_all_problems_of_a_file_are_told_at_once() -> None:
 def test_the_remedy_for_an_unknown_name_is_the_nearest_one_or_all() -> None:
     assert nearest("step", ["steps", "seed"]) == "did you mean 'steps'?"
     assert nearest("zzz", ["steps", "seed"]) == "allowed: seed, steps"
+
+
+def test_a_copy_that_fails_is_told_by_its_new_file() -> None:
+    error = OSError(errno.ENOSPC, "No space left on device", "old", None, "new")
+    assert described(error) == "new: No space left on device"
+    assert described(OSError(errno.ENOSPC, "No space left on device", "old")) == "old: No space left on device"
+
+
+def test_one_thing_is_told_in_the_singular() -> None:
+    assert [several(count, "optimizer step") for count in (0, 1, 2048)] == [
+        "0 optimizer steps",
+        "1 optimizer step",
+        "2,048 optimizer steps",
+    ]
+    assert [several(count, "trajectory") for count in (1, 2)] == ["1 trajectory", "2 trajectories"]
+    assert [several(count, "run is", "runs are") for count in (1, 2)] == ["1 run is", "2 runs are"]

@@ -419,7 +419,7 @@ class BoundViolated(StrettoError):
 def described(error: OSError) -> str:
     """An OSError in one line: its file and the system's message. If it names no file, the innermost stretto function of
     its traceback follows the message."""
-    place = f"{error.filename}: " if error.filename else ""
+    place = f"{error.filename2 or error.filename}: " if error.filename else ""  # of a copy that fails, the new file
     ours = [
         f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
         for frame, _ in traceback.walk_tb(error.__traceback__)
