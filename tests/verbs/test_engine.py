@@ -289,7 +289,7 @@ def test_after_a_kill_a_ticket_goes_on_after_the_tokens_on_record(
 ) -> None:
     """`tokens`: sampled when the loop is killed; `changed`: when the engine got new weights, if that was before."""
     asked: dict[str, Any] = {"max_tokens": _LONG, "stop_token_ids": ()}
-    bounds: dict[str, Any] = {"batch_size": 1, "group_size": members, "version": 1}
+    bounds: dict[str, Any] = {"batch_size": 1, "group_size": members}
     weights, whole_length = after.weights(), _LONG * members
     with tempfile.TemporaryDirectory() as place:
         left = Path(place) / "left"
@@ -320,7 +320,7 @@ def test_after_a_kill_a_ticket_goes_on_after_the_tokens_on_record(
             [group] = ledger.unfinished()
             known = [group.members[member].segments[0] for member in range(members)]
             assert 0 < sum(one.length for one in known) <= sampled
-            scheduler = stretto.Scheduler([PROMPT], ledger=ledger, **bounds)
+            scheduler = stretto.Scheduler([PROMPT], ledger=ledger, version=1, **bounds)
             with stretto.Engine.load(folder, cache_gib=0.05, ledger=ledger) as engine:
                 engine.update(weights)
                 ticket = admitted(scheduler)

@@ -152,7 +152,7 @@ def test_a_number_that_only_a_run_can_adapt_is_refused() -> None:
         stretto.Scheduler([(2, 3)], max_in_flight="auto")
 
 
-def test_a_version_from_the_future(trainer: stretto.Trainer) -> None:
+def test_a_version_from_the_future_and_one_from_before_the_admission(trainer: stretto.Trainer) -> None:
     scheduler = stretto.Scheduler([(2, 3)], batch_size=1, group_size=1)
     ticket = scheduler.admit()
     assert ticket is not None
@@ -161,6 +161,8 @@ def test_a_version_from_the_future(trainer: stretto.Trainer) -> None:
     ahead = stretto.Scheduler([(2, 3)], batch_size=1, group_size=1, version=3)
     ticket = ahead.admit()
     assert ticket is not None
+    with pytest.raises(stretto.DataError, match="was sampled by version 2, and its group was admitted at version 3"):
+        ahead.finish(ticket, [said(2)], [1.0])  # the engine has not loaded version 3
     ahead.finish(ticket, [said(3)], [1.0])
     with pytest.raises(stretto.DataError, match="batch: is for version 3, and this trainer is at version 0"):
         trainer.forward_backward(ahead.take())  # type: ignore[arg-type]

@@ -79,13 +79,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, data: list[
 
 @pytest.mark.parametrize("loss", [None, "cross_entropy", lambda logprobs, _: sum(one.sum() for one in logprobs)])
 def test_a_batch_without_a_token_in_the_loss_takes_no_step_and_the_loop_goes_on(folder: Path, loss: Any) -> None:
-    """By "mask", a group that others have overtaken: as in a run, it has a version and no step."""
-    scheduler = stretto.Scheduler([(2, 3)], batch_size=1, group_size=1, max_staleness=0, beyond_bound="mask")
+    """By "mask", a group that two others have overtaken: as in a run, it has a version and no step."""
+    scheduler = stretto.Scheduler([(2, 3)], batch_size=1, group_size=1, max_staleness=1, beyond_bound="mask")
     trainer, told = stretto.Trainer(folder), [stretto.Datum.of((2,), (3,))]
-    for taken in (True, False):
-        ticket = scheduler.admit()
+    late = scheduler.admit()
+    for taken in (True, True, False):
+        ticket = scheduler.admit() if taken else late
         assert ticket is not None
-        scheduler.finish(ticket, [stretto.TextCompletion("ab", (4,), (-0.5,), "stop", (0,))], [1.0])
+        version = ticket.admitted_version
+        scheduler.finish(ticket, [stretto.TextCompletion("ab", (4,), (-0.5,), "stop", (version,))], [1.0])
         batch = scheduler.take()
         assert batch is not None
         before = trainer.forward(told).logprobs

@@ -196,7 +196,7 @@ class GroupScheduler:
         Raises:
             DataError: the ticket is another scheduler's; or there are too few or too many answers, or an answer lacks
                 log-probabilities, has positive ones, was sampled with another tokenizer, or by a version that is not
-                trained yet.
+                trained yet, or is older than that at which the group was admitted.
             RunFolderError: the ledger is closed, or another scheduler uses it now.
         """
         check("finish", ticket=(ticket, _TICKET), answers=(answers, LIST), rewards=(plain(rewards), LIST))
@@ -214,7 +214,8 @@ class GroupScheduler:
             if not any(isinstance(turn, TextCompletion) for turn in turns):
                 told = f"{answer!r:.80} holds no completion"
                 raise DataError([Problem(where, told, "give what the engine returned, with the turns between")])
-            segments = tuple(self._segment(turn, f"{where}[{at}]") for at, turn in enumerate(turns))
+            since = ticket.admitted_version
+            segments = tuple(self._segment(turn, f"{where}[{at}]", since) for at, turn in enumerate(turns))
             text = "".join(turn.text for turn in turns if isinstance(turn, TextCompletion))
             name, verdict = trajectory_id(ticket.group_id, member), _verdict(reward, f"{place}: rewards[{member}]")
             found.append(Trajectory(name, segments, verdict, text))
@@ -327,9 +328,9 @@ class GroupScheduler:
         await self._changed.wait()
         self._changed.clear()
 
-    def _segment(self, turn: TextCompletion | Sequence[int], place: str) -> Segment:
+    def _segment(self, turn: TextCompletion | Sequence[int], place: str, since: int) -> Segment:
         """Convert a turn, sampled or given, to a segment. Raises DataError if it cannot be one; `place`: of the turn,
-        for messages."""
+        for messages; `since`: version at which its group was admitted, the oldest that may sample it."""
         if not isinstance(turn, TextCompletion):
             given = prompt_of(place, turn)
             if isinstance(given, str):
@@ -342,9 +343,13 @@ class GroupScheduler:
             raise DataError([Problem(place, told, AS_RETURNED)])
         check_numbers(turn, self._mark, place)
         trained = self._version + bool(self._out or self._again)  # the engine may have it before `advance` is called
+        told, remedy = "", "call `advance` after each batch, once the engine has its version"
         if (newest := max(turn.versions, default=0)) > trained:
             told = f"was sampled by version {newest}, and the scheduler is at version {self._version}"
-            raise DataError([Problem(place, told, "call `advance` after each batch, once the engine has its version")])
+        elif (oldest := min(turn.versions, default=since)) < since:
+            told = f"was sampled by version {oldest}, and its group was admitted at version {since}"
+        if told:
+            raise DataError([Problem(place, told, remedy)])
         return turn.segment
 
     def _resume(self, ledger: FolderLedger, version: int, origin: Mapping[str, int | str]) -> ControllerState:
