@@ -9,31 +9,33 @@ import json
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from stretto.core.errors import StoreError
-from stretto.core.records import NOTHING, Group, Outcome, Segment, State, Trajectory, Verdict
+from stretto.core.records import NOTHING, Group, Outcome, Segment, State, StopReason, Trajectory, Verdict
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto.store.ledger.rows import encode_payload
 from stretto.store.ledger.seals import batch_seal, seal
 from stretto.store.run_folder import RunFolder
 from stretto_report.audit.checksums import broken_checksums
 from stretto_report.reading.export import export_run
+from stretto_report.reading.inspection import inspect_run
 from tests.store.make import Make, buffered, run_at, sampled, sql
 
 
-def turn(*versions: int, parent: int | None = None, reward: float | None = None) -> Segment:
-    return sampled(versions, behavior_logprobs=(-0.5,) * len(versions), parent=parent, reward=reward)
+def turn(*versions: int, **further: Any) -> Segment:
+    return sampled(versions, behavior_logprobs=(-0.5,) * len(versions), **further)
 
 
 BRANCHES = (
-    turn(2, 3, reward=0.25),
+    turn(2, 3, reward=0.25, interrupted=1, engines=(("engine-0", 1), ("engine-1", 1))),
     Segment.of((9, 9)),
     turn(3, parent=0),
     Segment.of((8,), parent=NOTHING, cause="subagent"),
-    turn(0, 1, reward=-1.0),
+    turn(0, 1, reward=-1.0, stop=StopReason.LENGTH, engines=(("engine-1", 2),)),
 )
 VERDICT = Verdict(outcome=Outcome.RIGHT, reward=0.5, rewards={"format": 1.0, "answer": 0.25})
 
@@ -76,6 +78,9 @@ def test_the_export_says_where_each_segment_stands(run: RunFolder, tmp_path: Pat
     assert (row["rewards"], row["session"]) == ({"format": 1.0, "answer": 0.25}, "agent-7")
     assert row["token_ids"] == [4, 5, 9, 9, 4, 8, 4, 5]
     assert (row["versions"], row["given"]) == ([2, 3, 3, 0, 1], [[2, 4], [5, 6]])
+    assert (row["behavior_logprobs"], row["stop_reason"]) == ([-0.5] * 5, "length")
+    assert row["engines"] == ["engine-0", "engine-1"]
+    assert inspect_run(run.path).staleness.histogram == {0: 2, 1: 1, 2: 1, 3: 1}  # of the sampled tokens alone
 
 
 @pytest.mark.parametrize("change", [{"parent": 1}, {"reward": 0.5}, {"parent": None}], ids=str)

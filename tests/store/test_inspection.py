@@ -17,16 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import RunFolderError, StoreError
-from stretto.core.records import Outcome, Segment, State, StopReason, Trajectory, Verdict
+from stretto.core.records import Outcome, State, Verdict
 from stretto.store.inspection import WeightsSummary
-from stretto.store.ledger.reading import read_batches
 from stretto.store.ledger.schema import PAGE
 from stretto.store.run_folder import RunFolder
 from stretto.store.totals import CATEGORIES, ENGINES, TOTALS, Carried, Membership, Totals
 from stretto_report.reading.export import export_run, read_trajectories
 from stretto_report.reading.inspection import inspect_run
 from tests.store.make import Make, buffered, ledger_at, run_at, sql
-from tests.store.make import trained as train
 
 
 def small_run(path: Path, make: Make, max_staleness: float = 4) -> None:
@@ -212,25 +210,6 @@ def test_an_export_has_every_trajectory_once(tmp_path: Path, make: Make) -> None
     assert (lines[3]["state"], lines[3]["reason"], lines[3]["token_ids"]) == ("failed", "engine-0 was lost", [])
     assert lines[3]["verdict"] is lines[3]["reward"] is lines[3]["trained_step"] is None
     assert lines[3]["prompt_token_ids"] == [5, 12, 8, 13]
-
-
-def test_a_trajectory_of_two_turns_goes_through_the_ledger_and_into_its_export(tmp_path: Path, make: Make) -> None:
-    moved = (("engine-0", 1), ("engine-1", 1))
-    first = Segment.of((4, 9), (-0.5, -1.0), (0, 1), interrupted=1, stop_reason=StopReason.STOP, engines=moved)
-    rest = Segment.of((8, 2), (-1.5, -2.0), (1, 2), stop_reason=StopReason.LENGTH)
-    tool, second = Segment.of((7, 7, 3)), rest.written_by("engine-1")
-    verdict = Verdict(outcome=Outcome.RIGHT, reward=1.0)
-    trajectory = Trajectory(id="0.1.0/0", segments=(first, tool, second), verdict=verdict, text="11")
-    batch = make.batch(1, make.group("0.1.0", trajectory), version=2)
-    with run_at(tmp_path) as (folder, ledger):
-        train(ledger, batch)
-    (trained,) = read_batches(folder.ledger, 0, 1)
-    assert trained.groups[0].trajectories == (trajectory,)
-    assert inspect_run(tmp_path).staleness.histogram == {0: 1, 1: 2, 2: 1}  # of the sampled tokens alone
-    (line,) = read_trajectories(tmp_path)
-    assert (line.token_ids, line.given) == ((4, 9, 7, 7, 3, 8, 2), ((2, 5),))
-    assert (line.behavior_logprobs, line.versions) == ((-0.5, -1.0, -1.5, -2.0), (0, 1, 1, 2))
-    assert (line.stop_reason, line.engines) == ("length", ("engine-0", "engine-1"))
 
 
 @pytest.fixture(scope="module")

@@ -101,6 +101,9 @@ def test_a_file_that_goes_on_is_read_on(tmp_path: Path) -> None:
             follower.identity, follower.offset, follower.number = before.identity, before.offset, before.number
         lines, rewritten = follower.read_on()
         assert (rewritten, [line.step for line in lines]) == (False, [count - 1])
+    with path.open("ab") as file:
+        file.write(b'{"step":')
+    assert (follower.read_on(), follower.more) == (([], False), False)
 
 
 def test_an_identity_that_an_earlier_version_kept_is_known(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.store.series.metrics import StepMetrics
-from stretto.store.series.progress import LEGEND, LONGEST, RunProgress, brief, clock, lesson_line
+from stretto.store.series.progress import LEGEND, LONGEST, RunProgress, brief, clock, lesson_line, seconds_left
 from tests.store.lines import evaluation_line, step_line
 
 BUSY = {"engine-0": 0.89, "engine-1": 0.93, "trainer": 0.74, "rewards": 0.2, "conductor": None}
@@ -104,6 +104,10 @@ def test_the_legend_and_the_line_of_a_lesson_are_no_longer() -> None:
 def test_a_number_has_two_digits() -> None:
     numbers = (0.0, 0.052, -0.25, 1.0, 9.96, 1000, -1.4e6, 3e12)
     assert [brief(number) for number in numbers] == ["0", ".052", "-.25", "1", "10", "1k", "-1.4M", "3000G"]
+
+
+def test_the_time_that_is_left_is_known_from_the_second_step_on() -> None:
+    assert [seconds_left(step, 4, 6.0 * step) for step in (1, 2, 4, 5)] == [None, 12.0, 0.0, None]
 
 
 def test_a_duration_has_hours_where_it_has_any() -> None:
