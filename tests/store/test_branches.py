@@ -15,7 +15,9 @@ import pytest
 from msgspec.structs import replace
 
 from stretto.core.errors import StoreError
-from stretto.core.records import NOTHING, Group, Outcome, Segment, State, StopReason, Trajectory, Verdict
+from stretto.core.records import NOTHING, Group, Outcome, Segment, StopReason, Trajectory, Verdict
+from stretto.store.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import read_batches, read_unfinished
 from stretto.store.ledger.rows import encode_payload
 from stretto.store.ledger.seals import batch_seal, seal
@@ -104,11 +106,11 @@ def test_a_single_turn_has_the_seals_of_format_4() -> None:
     assert batch_seal(batch, 5) == seal(1, 0, 0, [["0.1.0", [5, 12, 8, 13], [sealed]]])
 
 
-def test_a_trajectory_that_ends_untrained_keeps_its_branches(tmp_path: Path) -> None:
-    (whole,) = agent("0.3.0", *BRANCHES).trajectories
-    with run_at(tmp_path / "run") as (folder, ledger):
-        ledger.issue("0.3.0", Make.prompt, 1, 0)
-        ledger.settle(whole.id, State.FILTERED, "too long", whole)
-    export_run(folder.path, tmp_path / "out.jsonl")
-    row = json.loads((tmp_path / "out.jsonl").read_text())
-    assert [len(segment["token_ids"]) for segment in row["segments"]] == [2, 2, 1, 1, 2]
+def test_a_group_that_waits_goes_on_with_nothing_that_is_damaged(run: RunFolder) -> None:
+    cut = "substr(payload, 1, length(payload) - 1)"
+    sql(run.ledger, f"UPDATE payloads SET payload = CAST({cut} || x'00' AS BLOB) WHERE key = 1")
+    with pytest.raises(StoreError, match=r"trajectory 0\.2\.0/0 is not what was written"):
+        read_unfinished(run.ledger)
+    sql(run.ledger, "UPDATE trajectories SET tokens = 6 WHERE key = 1")
+    with pytest.raises(StoreError, match="row 1 of trajectories is not what was written"):
+        Ledger(run.ledger, StoreConfig())

@@ -148,6 +148,7 @@ def test_every_outcome_is_exported_under_the_name_that_the_docs_give_it(tmp_path
     found = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
     verdicts = [row["verdict"] for row in found]
     assert verdicts == [*Outcome, None]
+    assert [len(row["segments"]) for row in found] == [3] * len(Outcome) + [0]
     assert [row["reward"] for row in found] == [None if v in ("undecided", None) else 0.5 for v in verdicts]
     (told,) = (line for line in PAGE.splitlines() if line.startswith("| `verdict`"))
     assert re.findall("`([a-z]+)`", told)[1:] == list(Outcome)

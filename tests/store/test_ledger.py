@@ -189,6 +189,7 @@ def test_facts_are_kept_and_read_back(path: Path, make: Make) -> None:
     with ledger_at(path, flush_seconds=60) as ledger:
         ledger.put("seed", 4)
         ledger.put("seed", 5)
+        assert ledger.get("seed", int) == 5
         ledger.put("update", make.update(3))
         ledger.event("engine lost", "engine-1")
     with ledger_at(path, flush_seconds=60) as ledger:

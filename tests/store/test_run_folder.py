@@ -88,9 +88,10 @@ def test_its_checkpoints_may_be_in_another_place_from_the_start(tmp_path: Path) 
 
 
 def test_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
+    (tmp_path / lock.NAME).write_text("process 1 on a machine with a longer name\n" * 3)
     with RunFolder.create(tmp_path), pytest.raises(RunFolderError) as refused:
         RunFolder.create(tmp_path)
-    assert f"is in use by process {os.getpid()} on " in str(refused.value)
+    assert f"is in use by process {os.getpid()} on {platform.node()}; wait" in str(refused.value)
 
 
 def test_the_lock_of_a_killed_writer_is_taken_over(tmp_path: Path) -> None:
@@ -200,6 +201,7 @@ def test_a_folder_that_cannot_be_filled_is_not_locked(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="cannot be written: File exists"):
         RunFolder.create(tmp_path)
     assert not lock.is_held(tmp_path)
+    os.close(lock.acquire(tmp_path))  # the question holds nothing
 
 
 def test_a_file_system_without_locks_is_named_and_nobody_holds_a_run_there(
