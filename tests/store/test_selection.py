@@ -170,19 +170,26 @@ def test_what_is_known_survives_a_resume_and_a_window_goes_on(make: Make) -> Non
 
 def test_groups_of_before_a_resume_are_lost_as_others_are(make: Make) -> None:
     """One waited in the buffer, with three tokens and right; one was in flight, with four tokens of two completions."""
-    watch = SelectionWatch(Elsewhere(), lambda: 1.5)
+    watch = SelectionWatch(journal := Elsewhere(), lambda: 1.5)
     watch.sampled = lambda group_id: 4
     watch.restore("0.1.0", 1, [make.trajectory("0.1.0", 0, (0, 0, 1), right=True)])
     watch.restore("0.2.0", 2, ())
-    for name in ("0.1.0/0", "0.2.0/0", "0.2.0/1"):
+    names = ["0.1.0/0", "0.2.0/0", "0.2.0/1"]
+    for name in names:
         watch.settle(name, State.EXPIRED, "too old")
+    assert journal.settled == names
     assert watch.known.open == (EndedGroup(True, 3.0, 1.0, None), EndedGroup(True, 2.0, None, None))
 
 
 class Elsewhere(Accounts):
     """The trajectories were issued by an earlier process."""
 
-    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None: ...
+    def __init__(self) -> None:
+        super().__init__()
+        self.settled: list[str] = []
+
+    def settle(self, id: str, state: State, reason: str, trajectory: Trajectory | None = None) -> None:
+        self.settled.append(id)
 
 
 @pytest.fixture
