@@ -1,5 +1,6 @@
 """Promises of an engine over another server: every token has the stamp of the version that sampled it, through updates
-of both kinds; none is lost or comes twice; another engine goes on behind what is told; what is not certain is not told.
+of both kinds; none is lost or comes twice; another engine goes on behind what is told; what is not certain, or not
+proven, is not told.
 
 The server is a small real one, whose tokens say of themselves which version sampled them (`toy.assert_law`)."""
 
@@ -357,3 +358,34 @@ def test_an_adapter_takes_the_descriptors_that_it_may_have_and_keeps_half_of_the
     for allowed, least, most in ((8, 1, 1), (1024, 100, 480), (resource.RLIM_INFINITY, sys.maxsize, sys.maxsize)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, allowed=allowed: (allowed, allowed))
         assert least <= most_connections() <= most
+
+
+async def challenged(server: ToyServer, engine: ExternalEngine, version: int, tolerance: float) -> bool:
+    """Whether the engine has proven the version, while its server goes on with what it has."""
+    challenge = Challenge(Canary(version, (2, 3, 4), (-9.0, -9.0), 1), tolerance)
+    updating = asyncio.create_task(engine.update(version, challenge))
+    while not updating.done():
+        await asyncio.sleep(0.001)
+        await play(server, count=4)
+    scores = updating.result().scores
+    return scores is not None and challenge.is_answered(scores)
+
+
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+async def test_of_a_version_that_is_not_proven_no_token_is_told_and_none_is_asked_for(on_update: OnUpdate) -> None:
+    """One completion would end by it, one goes on, and one is new."""
+    server, engine = await at(1, on_update)
+    stream = engine.submit_all([request("ab", max_tokens=6), request("cd", max_tokens=40)])
+    await play(server, count=2)
+    assert not await challenged(server, engine, 2, 0.0)
+    new = engine.submit_all([request("ef")])
+    await play(server, rounds=3)
+    told = engine.partials({"ab": [0], "cd": [0], "ef": [0]})
+    assert {name: pieces[0].versions for name, pieces in told.items()} == {"ab": (1, 1), "cd": (1, 1)}
+    assert server.running == {}
+    assert not any(one.ready for one in (stream, new))
+    assert await challenged(server, engine, 2, FARTHEST)
+    found = await completions_of(server, stream) + await completions_of(server, new)
+    assert [one.versions[:3] for one in found] == [(1, 1, 2), (1, 1, 2), (2, 2, 2)]
+    for name, one in zip(("ab", "cd", "ef"), sorted(found, key=lambda one: one.request), strict=True):
+        assert_law(prompt_of(name), one)

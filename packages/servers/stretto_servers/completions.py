@@ -26,7 +26,7 @@ class OpenCompletion:
         watch: finds the end of a stop text in the tokens; None if the request has no stop texts.
         interrupted: number of weight updates that interrupted it.
         told: number of tokens of the request in progress.
-        uncertain: number of these, the last ones, whose version is not known yet.
+        uncertain: number of these, the last ones, whose version is not known yet, or not proven.
         asked: whether a request is in progress.
         had: versions that the server has had during the request in progress.
         done: whether the completion has ended and was passed to its stream.
@@ -178,6 +178,21 @@ class OpenCompletion:
     def distrust(self) -> None:
         """Mark all tokens of the current request as uncertain, so that `segment` leaves them out."""
         self.uncertain = self.told
+
+    def doubt(self, version: int) -> None:
+        """Mark the tokens of the finished request that `version` sampled as uncertain: it is not proven yet."""
+        first = len(self.versions) - self.told
+        self.uncertain = sum(one >= version for one in self.versions[first:])
+
+    def take_back(self, watch: Watch | None) -> int:
+        """Drop the uncertain tokens of the current request, which has ended; returns their number. `watch`: finds stop
+        texts from the first token on."""
+        end, dropped = len(self.token_ids) - self.uncertain, self.uncertain
+        for column in (self.token_ids, self.logprobs, self.versions, self.likeliest):
+            del column[end:]
+        self.told, self.uncertain, self.had, self.watch = self.told - dropped, 0, [], watch
+        self.stopped = watch is not None and watch.completed(self.token_ids)
+        return dropped
 
     def segment(self, known: int) -> Segment:
         """Tokens after the first `known` ones, up to the first one of uncertain version, as an unfinished segment."""

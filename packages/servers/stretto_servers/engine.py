@@ -183,6 +183,10 @@ class ExternalEngine:
                     completion.interrupted += completion.told > 0
                     self._counts.interrupted += completion.told > 0
                     self._counts.recomputed += len(completion.token_ids)
+            if len(completion.had) > 1 and not self._sampling.is_set():
+                completion.doubt(self.version)
+                await self._sampling.wait()  # for the proof of a version that has sampled some of the tokens
+                completion.uncertain = 0
             completion.end(_REASONS[ended])
         except EngineLost as lost:  # the conductor continues the completion on another engine
             completion.stream.break_off(lost.how)
@@ -259,9 +263,9 @@ class ExternalEngine:
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
         """Verify a published version, pause the server, load it, resume, and run the canary `challenge` (None: none)
-        before any completion continues. The version in use is only loaded again by the first call, or if its last
-        scores were wrong; else only the canary runs. Returns the version in use and the scores of the challenge; if
-        they are wrong, sampling stays stopped until a later update.
+        before any token of the version is told. One that is already loaded is not loaded again, unless its last scores
+        were wrong. Returns the version in use and the scores of the challenge; if they are wrong, sampling stays
+        stopped until a later update.
 
         Raises:
             RefusedRequest: the version is older than the one in use.
@@ -326,9 +330,23 @@ class ExternalEngine:
             scores = msgspec.structs.replace(scores, differing=differing, compared=compared)
         self._spans.add("prove", start, time.monotonic(), self.version)
         self._in_doubt = not challenge.is_answered(scores)
-        if not self._in_doubt:
+        if self._in_doubt:
+            self._take_back()
+        else:
             self._sampling.set()
         return scores
+
+    def _take_back(self) -> None:
+        """End the requests that have run while the version in doubt was loaded, which happens with "keep" alone, and
+        drop what it has sampled; they are asked again once a version is proven."""
+        for request, opened in self._open.items():
+            for member, completion in enumerate(opened):
+                if not completion.done and len(completion.had) > 1:
+                    self._tasks[request][member].cancel()
+                    stops = completion.request.sampling.stop
+                    self._counts.wasted += completion.take_back(self._stop_texts.watch(stops) if stops else None)
+                    self._tasks[request][member] = task = asyncio.create_task(self._complete(completion))
+                    task.add_done_callback(self._notice)
 
     async def _load(self, folder: Path, version: int, challenge: Challenge | None) -> Scores | None:
         start = time.monotonic()
