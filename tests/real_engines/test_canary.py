@@ -6,9 +6,11 @@
 - Where a load goes wrong and reports success, the version is refused, and the tensors that differ are named: an old
   file, a tensor that is skipped, scaled, swapped with another or rounded, the least bit flipped behind every check, a
   load that never happened, a lying version. In float32 the score alone shows it too.
+- Where the cache is kept, what a request that goes on samples with a refused version is dropped.
 - Entries of earlier weights in the cache are refused; where a server has no such cache, that is shown.
 - Afterwards an honest load is proven."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,27 @@ async def test_versions_are_proven_where_the_cache_is_kept(either_server: RealSe
             proof = await trainer.advance()
             assert proof.compared == proof.tensors > 0
     assert trainer.proving.record.refused == 0
+
+
+async def test_what_a_request_goes_on_to_sample_with_a_refused_version_is_dropped(server: RealServer) -> None:
+    """The cache is kept, so it runs on from one version to the next."""
+    async with training(server, "keep") as (trainer, served):
+        await trainer.advance()
+        sampling = Sampling(max_tokens=900, stop_token_ids=())
+        stream = served.submit_all([GenerateRequest("r", (5, 12, 8), (0, 1), sampling)])
+        await generate(served, 40)
+        with server.loads_spoilt("old"):
+            await trainer.refused()
+        before = served.partials({"r": [0, 0]})["r"]
+        assert {version for piece in before.values() for version in piece.versions} == {1}
+        await trainer.advance()
+        known = [before[member].length for member in (0, 1)]
+        async with asyncio.timeout(60):
+            while not (new := served.partials({"r": known})):
+                await asyncio.sleep(0.05)
+        assert {version for piece in new["r"].values() for version in piece.versions} == {3}
+        assert not any((stream.ready, stream.broken))
+        served.close("r")
 
 
 async def test_tokens_that_a_server_has_sampled_are_those_of_the_forward_that_it_has_proven(
