@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stretto.core.canary import CANARY, CanaryRecord, Proof
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Outcome, State, Verdict
 from stretto.store.inspection import WeightsSummary
@@ -260,3 +261,21 @@ def test_an_export_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path
     with pytest.raises(RunFolderError):
         export_run(tmp_path / "none", tmp_path / "out.jsonl")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize(("failed", "worst"), [(False, "engine-1"), (True, "engine-2")])
+def test_the_worst_proof_is_one_that_failed_or_the_farthest_for_its_tolerance(
+    tmp_path: Path, make: Make, failed: bool, worst: str
+) -> None:
+    distances = ((2e-5, 1e-4), (4e-5, 1e-4), (1e-5, 1e-4))
+    proofs = tuple(
+        Proof(f"engine-{number}", "native float32", 1, *of, 1e-6, proven=not failed or number < 2)
+        for number, of in enumerate(distances)
+    )
+    with run_at(tmp_path / "run") as (_, ledger):
+        ledger.put(CANARY, CanaryRecord(newest=proofs, worst=proofs))
+    found = inspect_run(tmp_path / "run").canary_proofs
+    assert [(one.engine, one.which) for one in found] == [
+        *((f"engine-{number}", "newest") for number in range(3)),
+        (worst, "worst"),
+    ]
