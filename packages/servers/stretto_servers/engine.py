@@ -340,13 +340,14 @@ class ExternalEngine:
         """End the requests that have run while the version in doubt was loaded, which happens with "keep" alone, and
         drop what it has sampled; they are asked again once a version is proven."""
         for request, opened in self._open.items():
+            tasks = self._tasks[request]
             for member, completion in enumerate(opened):
-                if not completion.done and len(completion.had) > 1:
-                    self._tasks[request][member].cancel()
+                if len(completion.had) > 1 and not tasks[member].done():
+                    tasks[member].cancel()
                     stops = completion.request.sampling.stop
                     self._counts.wasted += completion.take_back(self._stop_texts.watch(stops) if stops else None)
-                    self._tasks[request][member] = task = asyncio.create_task(self._complete(completion))
-                    task.add_done_callback(self._notice)
+                    tasks[member] = asyncio.create_task(self._complete(completion))
+                    tasks[member].add_done_callback(self._notice)
 
     async def _load(self, folder: Path, version: int, challenge: Challenge | None) -> Scores | None:
         start = time.monotonic()
