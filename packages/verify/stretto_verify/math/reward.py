@@ -49,15 +49,17 @@ from stretto_verify.verdicts import Undecided
 _DECIMAL = re.compile(r"[^0-9,()\[\]]*[0-9]+\.[0-9]+[^0-9,()\[\]]*")
 _MODULUS = re.compile(r"mod(?![a-z])[\s{}()\\:]*([0-9]+|[a-z])")
 _RESIDUE = re.compile(r"([0-9]+)[\s$]*(?:\\p|\(\s*\\?(?:text\{\s*)?|\\text\{\s*\()mod(?![a-z])[\s{}\\:]*([0-9]+)")
-_ONLY_SUBJECT = re.compile(  # of a question that has one
+_SUBJECT = (  # of a question that has one
     r"\W*(?:it|this|that|(?:(?:the|this|that|given)\s+)*(?:answer|claim|conclusion|equation|expression|figure|formula|"
     r"function|number|integer|event|curve|graph|identity|implication|inequality|integral|limit|matrix|map|operation|proposition|quadrilateral|"
-    r"relation|result|sequence|series|set|statement|solution|system|theorem|triangle)s?)\s+(?:is|are|will|must|would|"
-    r"should)\b",
-    re.IGNORECASE,
+    r"relation|result|sequence|series|set|statement|solution|system|theorem|triangle)s?)\s+"
 )
+_TEXTS = re.compile(r"\\text\{([^{}]*)\}")
+_ONLY_SUBJECT = re.compile(rf"{_SUBJECT}(?:is|are|will|must|would|should)\b", re.IGNORECASE)
+_VERB = re.compile(rf"^{_SUBJECT}([a-z]+s)[.!]?$", re.IGNORECASE)  # the series diverges
 _KIND = re.compile(  # odd function
-    r"(?<=[a-z]) (?:angle|event|function|graph|matrix|number|sequence|series|triangle)s?\.?$"
+    r"^(?:segment|line|point|angle|triangle|quadrilateral) (?=[A-Z]{1,4}$)"
+    r"|(?<=[a-z]) (?:angle|event|function|graph|matrix|number|sequence|series|triangle)s?\.?$"
 )
 _BASES = {"binary": "2", "ternary": "3", "octal": "8", "hexadecimal": "16"}
 _BASE = re.compile(r"\b(?:base[\s$-]{0,3}([0-9]{1,2}|[a-z]{3,7})|(binary|ternary|octal|hexadecimal))\b", re.IGNORECASE)
@@ -148,7 +150,7 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
     given = _with_point(given, gold)
     if is_open(gold.text) != is_open(given.text) or _differ_in_modulus(gold.text, given.text):
         return False
-    if compact(spelled(gold.text)) == compact(spelled(given.text)):
+    if compact(_TEXTS.sub(r"\1", spelled(gold.text))) == compact(_TEXTS.sub(r"\1", spelled(given.text))):
         return True
     try:
         expected, found = _structure(gold.text), _structure(given.text, is_whole=True)
@@ -198,7 +200,8 @@ def _same_statement(gold: str, given: str) -> Opinion:
     """Whether two texts are equal, of which one or both may be a sentence: "The statement is true" for "true"; None if
     unknown. A sentence about one of several, such as "Bob is taller", says more than its predicate."""
     expected, found = (
-        (stated(text) if _ONLY_SUBJECT.match(text) else None) or winner(text) or weekday(text) or unsolved(text) or text
+        (stated(text) if _ONLY_SUBJECT.match(text) else None)
+        or (winner(text) or weekday(text) or unsolved(text) or _VERB.sub(r"\1", text))
         for text in (gold, given)
     )
     return same(Words(expected), Words(found)) or same(Words(expected), Words(_KIND.sub("", found)))

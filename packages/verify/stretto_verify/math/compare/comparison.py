@@ -27,7 +27,7 @@ from stretto_verify.math.compare.naming import (
     without_zeros,
 )
 from stretto_verify.math.compare.relations import as_asked, as_interval, as_range, same_relation
-from stretto_verify.math.compare.scalars import Opinion, all_of, any_of, rounds, same_scalar
+from stretto_verify.math.compare.scalars import Opinion, all_of, any_of, approximated, same_scalar
 from stretto_verify.math.parse.structure import (
     Dots,
     Letter,
@@ -98,6 +98,8 @@ def same(gold: Node, answer: Node) -> Opinion:
     answer = turned(answer)
     if isinstance(answer, Relation) and all(map(is_number, answer.sides)) and not says_its_last_side(answer, same):
         return False
+    if isinstance(gold, Relation) and all(map(is_number, gold.sides)) and says_its_last_side(gold, same):
+        gold = gold.sides[-1]  # 13 - 9 = 4
     named, given = as_named(gold), as_named(answer)
     if named is not None:
         if given is not None:
@@ -172,7 +174,7 @@ def _same_form(gold: Node, answer: Node) -> Opinion:
             return _same_ratio(gold, answer)
         case Scalar(), Scalar():
             found = same_scalar(gold, answer)
-            return True if found is False and answer.beside and rounds(gold, answer) else found
+            return approximated(gold, answer, found) if answer.beside else found
         case (Ratio(parts=(_, _)) as ratio, Scalar() as other) | (Scalar() as other, Ratio(parts=(_, _)) as ratio):
             return _same_division(ratio, other)
         case (Listing(items=(only,)), Scalar()):

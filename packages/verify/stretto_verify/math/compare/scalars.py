@@ -151,18 +151,22 @@ def _rounded(decimal: Number | None, exact: sympy.Basic) -> bool:
     return within(exact, decimal.value, Fraction(1, 2 * 10 ** (decimal.places or 0)))
 
 
-def rounds(gold: Scalar, answer: Scalar) -> bool:
-    """Whether the gold decimal stands behind the answer as its rounding: for 1.41, ``\\sqrt2 \\approx 1.41``."""
-    wanted = number(gold.latex)
-    if wanted is None or not wanted.places or gold.scale != answer.scale or {gold.unit, answer.unit} - {"", gold.unit}:
-        return False
-    beside = [number(without_unit(near)[0]) for near in answer.beside]
-    if all(near is None or near.value != wanted.value for near in beside):
-        return False
+def approximated(gold: Scalar, answer: Scalar, found: Opinion) -> Opinion:
+    """The opinion on an answer in view of the approximations beside it. One that is far off (``\\sqrt2 \\approx 7``)
+    makes it wrong; the gold decimal among them, if it is the rounding of the value, makes it right."""
     try:
-        return within(expression(answer.latex), wanted.value, Fraction(1, 2 * 10**wanted.places))
+        exact, wanted = expression(answer.latex), number(gold.latex)
     except Unreadable:
-        return False
+        return found
+    for near, unit in () if exact.free_symbols else map(without_unit, answer.beside):
+        if (decimal := number(near)) is None or gold.scale != answer.scale or unit not in ("", gold.unit):
+            continue
+        place = Fraction(1, 10 ** (decimal.places or 0))
+        if found and not within(exact, decimal.value, max(place / 2, abs(decimal.value) / 10)):
+            return False
+        if wanted is not None and decimal.places and wanted.value == decimal.value:
+            found = found or within(exact, decimal.value, place / 2)
+    return found
 
 
 def _same_letter(gold: str, answer: str) -> bool:

@@ -48,7 +48,11 @@ _ANOTHER = re.compile(  # the negative root is rejected; option A is wrong becau
 _PART_OF_ANOTHER = re.compile(
     r"(?:[\w.,]|(?:[-−/^_<>≤≥+*·×]|\\[a-z]+|\b(?:than|least|most|to|of|under|below|with|for|by))[\s$]*)$"
 )
-_TAKEN_BACK = re.compile(r"\b(?:scratch that|on second thoughts?|never ?mind|take (?:it|that) back)\b", re.IGNORECASE)
+_TAKEN_BACK = re.compile(
+    r"\b(?:scratch that|on second thoughts?|never ?mind|take (?:it|that) back"
+    r"|(?:could(?:n't| not)|can(?:'t|not)|unable to) (?:solve|finish|complete|answer) (?:it|this|the))\b",
+    re.IGNORECASE,
+)
 _NOT = re.compile(
     r"(?<!or )(?<!if )(?<!why )(?<!were )\bnot (\$?[-−0-9][^\s$,;!?]*?\$?)(?=[.,;!?)]*(?:\s|$))(?! (?:[a-z]|of))",
     re.IGNORECASE,

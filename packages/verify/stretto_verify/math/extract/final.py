@@ -77,7 +77,7 @@ _HEDGE = r"(?:perhaps|maybe|probably|presumably|surely|clearly|I (?:think|believ
 _CHOSEN = re.compile(
     rf"^(?:(?:so|thus|hence|therefore),?\s+)?(?:{_HEDGE},?\s+)?(?:it(?:'s|\s+(?:is|must be|can only be))\s+"
     r"|not\s+\(?[A-J]\)?,?\s+but\s+|\(?[A-J]\)?\s+is\s+(?:wrong|incorrect|false|too\s+\w+)[,;.]\s+(?:so|hence|thus|therefore),?\s+)?"
-    rf"(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice|one))?"
+    rf"(?:{_CHOICE.format('a')}|{_CHOICE.format('b')}\s+is\s+(?:the\s+answer|(?:the\s+)?(?:correct|right)(?:\s+(?:answer|option|choice|one))?)"
     rf"|I(?:(?:\s+would|\s+will|'d|'ll)\s+|\s+)(?:choose|pick|select|go with)\s+{_CHOICE.format('c')})[.!。]?\s*$",
     re.IGNORECASE,
 )
@@ -108,7 +108,8 @@ _SCALE = re.compile(r"\s*(?:\\?%|percent\b|\(?in (base [0-9]{1,2}|binary|octal|h
 _NEAR, _NEXT_LINE = re.compile(r"\s*(?:≈|\\approx)\s*"), re.compile(r"[.,;]?\s*\n\s*(?P<item>[-*•]\s+)?")
 _ROOT = re.compile(r"\s*([a-zA-Z])(?:_?\{?[0-9]\}?)?\s*=(?:[^a-zA-Z\\=<>]|\\(?:[dt]?frac|sqrt|pi)(?![a-z]))+")
 _NUMBER = re.compile(
-    r"(?<![0-9A-Za-z_^{\\.,])(?<![_^]\{[-−+])(?<![_^][-−+])(?:(?:(?<=is )minus|negative)\s+)?[-−+]?(?:\\?\$|[€£¥])?"
+    r"(?!(?<=(?m:^)\()[0-9]\) \S)(?<![0-9A-Za-z_^{\\.,])(?<![_^]\{[-−+])(?<![_^][-−+])"
+    r"(?:(?:(?<=is )minus|negative)\s+)?[-−+]?(?:\\?\$|[€£¥])?"
     r"(?:[0-9]{1,3}(?:[, ][0-9]{3})+(?:\.[0-9]+)?|[0-9]+(?:[.,][0-9]+)?|\.[0-9]+)"
     rf"(?:\s*/\s*[0-9]+)?(?:[eE][+-]?[0-9]+)?(?:\s*(?:%|°(?![CFK])|(?:percentage points?|per ?cent(?:age)?"
     rf"|{'|'.join(MAGNITUDES)})\b)){{0,2}}(?![0-9])"
@@ -127,7 +128,7 @@ _GROUPING = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))(?=[0-9,.]*$)")
 _DAY = re.compile(r"(?<![0-9/])[0-9]{1,2}/[0-9]{1,2}/[0-9]{4}(?![0-9/])")
 _SET = re.compile(r"\\?\{\s*[-+0-9./]+(?:\s*,\s*[-+0-9./]+)+\s*\\?\}")
 _PROPORTION = re.compile(r"(?<![0-9.:])[0-9.]{0,12}[0-9](?:(?::| : )[0-9.]{0,12}[0-9])++(?![0-9:])")  # 12:30, 1:2:3
-_TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+0-9a-z./^*π√∞\\]+)+\s*[)\]]")
+_TUPLE = re.compile(r"(?<![A-Za-z0-9])[(\[]\s*[-+−0-9a-z./^*π√∞\\]+(?:\s*,\s*[-+−0-9a-z./^*π√∞\\]+)+\s*[)\]]")
 _COMMA_DECIMAL = re.compile(r"^([-+]?[0-9]+),([0-9]{1,2}|[0-9]{4,})$")  # 2,74 in prose
 _ASIDE = re.compile(
     r"不是(?!\s*(?:正[确確])?答案)"
@@ -148,9 +149,8 @@ _IN_WORDS = re.compile(r"\\text(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}]*)\}")
 _WORD_OR_NUMBER = r"(?:(?:a|[A-Za-z]{2,})[.,]?|-?\\?\$?[0-9][0-9.,/]*(?:\\?%)?)"
 _WORDS_AND_NUMBERS = re.compile(rf"{_WORD_OR_NUMBER}(?: {_WORD_OR_NUMBER})*")
 _LONGEST_WHOLE, _MOST_ITEMS, _MOST_SPANS = 300, 12, 40  # characters; items of a list; numbers that are looked at
-_ITEMS = re.compile(r"[,;]|\bor\b|\band\b")
+_ITEMS, _NAMES_STANCE = re.compile(r"[,;]|\bor\b|\band\b"), re.compile(r"(?<![\w\\])(?:yes|no|true|false)\b")
 _FEW_WORDS = re.compile(r"[A-Za-z'-]+(?:(?: [—–] |[ ,]+)[A-Za-z'-]+){0,5}[.!]?")
-_NAMES_STANCE = re.compile(r"(?<![\w\\])(?:yes|no|true|false)\b")
 _BOUND = re.compile(
     r"(?:at (?:least|most)|no (?:less|more) than|up to|(?:more|greater|larger|less|fewer|smaller) than|over|under)"
     r"\s+(\S.*)",
@@ -177,12 +177,12 @@ def without_frame(completion: str, prompt: str = "") -> str:
     which may have opened a thought."""
     if "<<" in completion:
         completion = _CALCULATED.sub("", completion)
-    text = unquoted(_MIXED.sub(_in_parts, in_digits(said(completion, prompt)[-LONGEST_TAIL:])))
+    text = _BOLD.sub(r"\1", in_digits(said(completion, prompt)[-LONGEST_TAIL:]))
+    text = unquoted(_MIXED.sub(_in_parts, text))
     text = unrounded(unbounded(_DOLLAR.sub(r"\\$", text), prompt))
     if len(question := closed(prompt).strip()) >= 12:
         text = text.replace(question, "\n")
-    text = _BOLD.sub(r"\1", _DECORATION.sub("", _NO_ANSWER.sub("", text)))
-    text = _SLANTED.sub(lambda found: found[1] or found[2], text)
+    text = _SLANTED.sub(lambda found: found[1] or found[2], _DECORATION.sub("", _NO_ANSWER.sub("", text)))
     end = _TEMPLATE_END.search(text.lstrip())
     return text.lstrip()[: end.start()] if end is not None and end.start() > 0 else text
 

@@ -21,7 +21,7 @@ _REASONED = re.compile(
     r"(yes|no|true|false)\b\W{0,3}(?:since|because|as|given|due to|[0-9][^\s]* (?:is|are|divides|has))\b[^\\\n]*",
     re.IGNORECASE,
 )
-_CONCLUDED = re.compile(r"(?:so|thus|hence|therefore),?\s+(?=\S)", re.IGNORECASE)
+_CONCLUDED = re.compile(r"(?:so|thus|hence|therefore|indeed),?\s+(?=\S)", re.IGNORECASE)
 _CONTRASTED = re.compile(r"([A-Za-z'-]+(?: [A-Za-z'-]+){0,2}), not [A-Za-z' -]+[.!]?")
 _ON_A_DAY = re.compile(
     r"(?:(?:so|thus|hence|therefore),? )?(?:it's|it'll be"
@@ -73,6 +73,8 @@ def stated(text: str) -> str | None:
     found = _STATEMENT.fullmatch(text)
     if found is None or len(STATES.findall(text)) > 1 or _NEGATED.search(found["subject"]):
         return None
+    if found["rest"].lower() == "false":  # what a statement is, no denial of an answer
+        text = text[: found.start("rest")]
     if is_denying(f"{found['subject']} {found['rest']}" if found["not"] else text):
         return None
     if is_named(found["subject"]):  # "Alice is taller" says who is

@@ -34,9 +34,10 @@ _IN_BRACKETS = re.compile(r"(?<=[0-9}$%])\s\(or ([^()\n]{1,30})\)")
 _CODE = re.compile(  # a formula in marks of code
     r"(?<!`)`(?=[^`\n$]*[^\w`])(?![^`]*(?<![a-zA-Z])(?!sqrt|frac)[A-Za-z]{4})([^`\n$]{1,80})`(?!`)"
 )
+_DISPLAYED = re.compile(r"\\begin\{equation\*?\}(.*?)\\end\{equation\*?\}", re.DOTALL)
 _OPTION = re.compile(  # 4, which corresponds to option (C)
-    r"\s([^\s,]*[0-9][^\s,]{0,40}),? (?:which (?:corresponds to|is|matches)|corresponding to)"
-    r" (?:option|choice|answer) [$*]{0,3}\(?([A-J])\)?[$*]{0,3}(?!\w)"
+    r"\s([^\s,]*[0-9][^\s,]{0,40}),? (?:(?:which (?:corresponds to|is|matches)|corresponding to)"
+    r" (?:option|choice|answer) \$?\(?([A-J])\)?\$?(?!\w)|\((?:option|choice) ([A-J])\))"
 )
 _IN_PERCENT = re.compile(r"((?<![0-9])\.[0-9]+|/\s?[0-9]+|\}\{[0-9]+\}\$?|\b0\.[0-9]+)\s\(([0-9.]+)\\?%\)")
 _HALF_OF_DAY = re.compile(  # 6:30 in the evening
@@ -97,12 +98,14 @@ def unquoted(text: str) -> str:
     """
     if "`" in text:
         text = _CODE.sub(r"$\1$", text)
+    if r"\begin{eq" in text:
+        text = _DISPLAYED.sub(r"\[\1\]", text)
     if "$^" in text:
         text = _POWER_OF_UNIT.sub(r"^\1", text)
     if any(words in text for words in ("i.e.", "that is", "equivalently", "(or ")):
         text = _IN_BRACKETS.sub(r" or \1", _RESTATED.sub(" or ", text))
-    if "correspond" in text or "which is" in text:
-        text = _OPTION.sub(r" (\2) \1", text)
+    if "option " in text or "choice " in text:
+        text = _OPTION.sub(lambda found: f" ({found[2] or found[3]}) {found[1]}", text)
     if "%)" in text:
         text = _IN_PERCENT.sub(r"\1 or \2%", text)
     if "in the " in text:

@@ -19,7 +19,7 @@ _REPEATING = re.compile(
     r"([+-]?)([0-9]+)\.([0-9]*?)(?:\\(?:overline|bar|dot)\s*\{?([0-9]+)\}?|([0-9]{1,3}?)\5{2,}\s*\\ldots|(?<=\.)([0-9]{2,6})\6\s*\\ldots)"
 )
 _PRODUCT = re.compile(  # a product that the parser would read as a mixed number: (2)(3) as 5
-    r"((?<![0-9.a-zA-Z_^{\\])[0-9]+(?:\.[0-9]+)?|\\(?:frac|binom)\{[^{}]*\}\{[^{}]*\}(?=\s*(?:\\frac|\()))\s*(?=\\binom|\(|(?<=\})\\frac)"
+    r"((?<![0-9.a-zA-Z_^{\\])[0-9]+(?:\.[0-9]+)?|\\(?:frac|binom)\{(?!d|\\partial)[^{}]*\}\{[^{}]*\}(?=\s*(?:\\frac|\()))\s*(?=\\binom|\(|(?<=\})\\frac)"
     r"|(?<=[0-9)}]\\pi)\s*(?=\()|(?<=\))\s*(?=\\frac)|(?<=[)\]])\s*(?=[(\[])"
 )
 _PRIMED = re.compile(r"(?:_\{?([0-9a-zA-Z]+)\}?|(?<=[a-zA-Z]))('+)")

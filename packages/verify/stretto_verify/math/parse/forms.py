@@ -123,7 +123,7 @@ def undeclared(text: str) -> str:
     """
     plain = _plain(text)
     found = _DECLARED.search(plain) or _CONDITION.search(plain)
-    head = plain[: found.start()].strip(" ,;(") if found is not None else ""
+    head = plain[: found.start()].strip(" ,;").rstrip(" ,;(") if found is not None else ""
     is_of_the_head = found is not None and next(filter(None, found.groups())) in _COMMAND.sub("", head)
     return head if is_of_the_head and not re.search(r"[<>]|\\(?:le|ge|neq|in)(?![a-z])", head) else text
 

@@ -71,6 +71,7 @@ _NOT_READ = re.compile(
 _SIDE_BY_SIDE = re.compile(r"(?<![^-+*/=(,\s])[0-9.]++\s+[0-9]++(?!\s*/)|[0-9]\.\s|[0-9]\.[0-9]+\.[0-9]")
 _POINT = re.compile(r"^[K-Z]'*\s*(?=\(.*,.*\)$)")  # P(1,2)
 _NAMED_POINT = re.compile(r"([A-J]'*)(\(.*,.*\))")  # A(1,2); P(1,2) needs no name, since P is no choice
+_CALL = re.compile(r"\s*[A-Z]\([0-9]+,\s*[0-9]+\)\s*")  # C(5,2) = 10
 _TUPLE = re.compile(r"\s*\([^()]*,[^()]*\)\s*")  # an end of no interval
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
@@ -362,7 +363,7 @@ def _places(decimal: Number) -> int:
 def _side(text: str) -> Node:
     """Parse a side before the last. Text that cannot be read becomes words, since it only names the last side."""
     try:
-        return node(text)
+        return Words(text) if _CALL.fullmatch(text) else node(text)
     except Unreadable:
         return Words(text)
 

@@ -151,7 +151,8 @@ _LETTERS: Final = str.maketrans(
             for above, sign in zip((n for n in range(1, below) if gcd(n, below) == 1), signs, strict=True)
         },
         "⁄": "/",
-        "ℝ": r"\mathbb{R}",
+        **{sign: rf"\mathbb{{{name}}}" for sign, name in zip("ℝℤℕℚ", "RZNQ", strict=True)},
+        "∫": r"\int ",
         "∖": r"\setminus ",
         **{
             letter: rf"\{name} "
@@ -186,6 +187,11 @@ def _russian(found: re.Match[str]) -> str:
     """LaTeX of the Russian names ``tg``, ``ctg``, ``arctg`` and ``arcctg``: ``\\cot`` for ``\\ctg``."""
     arc, co = found[1] or found[3], found[2] or found[4]
     return f"\\{arc or ''}{'cot' if co else 'tan'} "
+
+
+def _index(found: re.Match[str]) -> str:
+    """An index in letters, ``_{\\text{B}}`` or ``_\\odot``, as one name: ``_{B}``."""
+    return f"_{{{found[1] or found[2]}}}"
 
 
 def _aligned(found: re.Match[str]) -> str:
@@ -291,9 +297,11 @@ _REPLACED: Final = tuple(
             r"\\text{",
         ),
         (r"\\text\s+\{", r"\\text{"),
+        (r"_\s*\{?\s*\\(?:text\s*\{\s*([A-Za-z0-9]+)\s*\}|(odot|oplus|perp|star)(?![a-z]))\s*\}?", _index),
         (rf"\\text\s*\{{\s*({_NAMES})\s*\}}", r"\\\1 "),
         (r"\\?(?:text\s*\{\s*(arc)?(c)?tg\s*\}|(?<=\\)(arc)?(c)?tg(?![a-z]))", _russian),
         (r"\\text\s*\{\s*(gcd|lcm|max|min)\s*\}(?=\s*\()", r"\\\1 "),
+        (r"\\(max|min|gcd)\s*\\\{([^{}]*)\\\}", r"\\\1(\2)"),
         (r"\\lg(?![a-z])", r"\\log_{10}"),
         (r"(?<![a-zA-Z])\\?log\s*_\s*(?:e|\{\s*(?:e|\\text\{\s*e\s*\})\s*\})(?![a-z])", r"\\ln "),
         (r"\\frac\s*\{\s*\\text\{([^{}]*)\}\s*\}\s*\{\s*\\text\{([^{}]*)\}\s*\}", r"\\text{\1/\2}"),
@@ -305,7 +313,7 @@ _REPLACED: Final = tuple(
         (rf"(\\(?:sum|prod|int)\s?|(?<![a-zA-Z\\])[a-zA-Z])\^({_SIGN})_({_SIGN})", r"\1_\3^\2"),
         (r"(?<![A-Za-z0-9}\\])C\s*_\s*\{?([0-9a-z]+)\}?\s*\^\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
         (r"\{?\}?[_^]\s*\{?([0-9a-z]+)\}?\s*C\s*_\s*\{?([0-9a-z]+)\}?", r"\\binom{\1}{\2}"),
-        (r"([\[\]])(\s*[^\[\],;\s][^\[\],;]*[,;]\s*[^\[\],;\s][^\[\],;]*)([\[\]])", _french),
+        (r"(?<!\[[0-9a-z])([\[\]])(\s*[^\[\],;\s][^\[\],;]*[,;]\s*[^\[\],;\s][^\[\],;]*)(?<!\\sqrt)([\[\]])", _french),
         (r"(?<=[)\]])\s*U\s*(?=[(\[])", r"\\cup "),
         (r"\\text\s*\{\s*([eixyn])\s*\}", r"\1 "),
         (
