@@ -4,6 +4,8 @@ Promises: of the pairs of tests/data/math_pairs.jsonl (numbers, units, money, ti
 lists, vectors, expressions, choices, frames around a final answer; and beside each what is nearly the same and is not)
 none is accepted falsely, and at most 2 % are rejected falsely; what has no finite value is right for no gold answer.
 Every answer of tests/data/math_adversary.txt, written to be accepted falsely or beside one that was, has its verdict.
+Of the pairs of tests/data/math_suites.txt, with labels of other graders' test suites, none but the disputed is accepted
+falsely, and at most 2 % are rejected falsely.
 Of tests/data/math_kinds.txt each form (of docs/how_to/verify.md, of another grader's suite, of a model's writing) is
 read whole and is right; its neighbour, which differs by a sign, a digit, a name, a unit, a modulus, a part or a word,
 is wrong, and never undecided.
@@ -21,6 +23,9 @@ from tests.verify.tables import DATA, cases, sections
 PAIRS = [json.loads(line) for line in (DATA / "math_pairs.jsonl").read_text(encoding="utf-8").splitlines()]
 ADVERSARY = cases((DATA / "math_adversary.txt").read_text(encoding="utf-8"))
 KINDS = sections("math_kinds.txt")
+SUITES = sections("math_suites.txt")
+#: Accepted by rules of docs/how_to/verify.md: an equation is one by its solutions where both have values.
+BY_RULES = [("x=y", r"\boxed{sqrt(x)=sqrt(y)}")]
 #: Not computed, since it may grow without bound: only what is written alike is right for it.
 UNCHECKED = r"\sum_{i=1}^{n} a_i b_i"
 
@@ -32,6 +37,16 @@ def test_no_pair_is_accepted_falsely_and_at_most_two_percent_are_rejected_falsel
     assert len(found) > 1_900 // part
     assert (False, True) not in found
     wanted = [accepted for expected, accepted in found if expected]
+    assert wanted.count(False) <= 0.02 * len(wanted)
+
+
+@pytest.mark.parametrize("part", [3, pytest.param(1, marks=pytest.mark.long)])
+def test_no_answer_of_another_suite_is_accepted_falsely_and_at_most_two_percent_are_rejected(part: int) -> None:
+    told = [one for title, text in SUITES.items() if not title.startswith("disputed") for one in cases(text)][::part]
+    found = [(expected, answer, is_right, right(expected, answer)) for expected, answer, is_right in told]
+    assert len(found) > 850 // part
+    assert [one[:2] for one in found if one[3] and not one[2] and one[:2] not in BY_RULES] == []
+    wanted = [accepted for _, _, is_right, accepted in found if is_right]
     assert wanted.count(False) <= 0.02 * len(wanted)
 
 
