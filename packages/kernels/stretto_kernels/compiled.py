@@ -171,7 +171,7 @@ def widened(half: Any) -> Any:
 
 @inlined
 def halved(number: Any) -> Any:
-    """Convert a float32 number to the nearest bfloat16 (as an integer), ties to even."""
+    """Convert a float32 number to the nearest bfloat16 (as an integer), ties to even; not for NaN."""
     bits = np.float32(number).view(np.uint32)
     return np.uint16((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 

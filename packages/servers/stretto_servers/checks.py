@@ -87,8 +87,9 @@ async def _ask(
 
 def _difference(served: Served, base: ModelFolder) -> str | None:
     """Describe how the server's model differs from the policy; None if no difference is known. Compared are the keys
-    that both config.json have, if the server's is a local file, otherwise the architecture that the server reports, if
-    it does. Weights of another shape would fail at the first load."""
+    that both config.json have, but for those of the file alone (`_OF_THE_FILE`). Where the server's has no architecture
+    or is no local file, the architecture that the server reports is used. Weights of another shape that no key tells
+    would fail at the first load."""
     ours, theirs = read_config(base.path), read_config(Path(served.model))
     if served.architecture is not None:
         theirs.setdefault("architectures", [served.architecture])

@@ -157,8 +157,8 @@ def base_marks(folder: Path) -> dict[str, int]:
 
 
 def _mark(numbers: Tensor) -> int:
-    """Compute a hash of the first 64 numbers of a weight, rounded to bfloat16, to recognise the weight
-    (`base_marks`)."""
+    """Compute a hash of at most the first 64 `numbers` of a weight, rounded to bfloat16, by which a copy of the weight
+    in bfloat16 is recognised, and none in float16 (`base_marks`)."""
     raw = numbers.flatten()[:_MARKED].to(torch.bfloat16).view(torch.int16).numpy().tobytes()
     return int.from_bytes(blake2b(raw, digest_size=8).digest())
 

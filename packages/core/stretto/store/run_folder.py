@@ -159,8 +159,8 @@ class RunFolder:
         return cls(folder)
 
     def is_ours(self) -> bool:
-        """Whether this object holds the lock, and the folder at `path` is still the one it locked: not moved away or
-        replaced."""
+        """Whether this object holds the lock, and its lock file is still the one at `path`: neither the file nor the
+        folder was moved away or replaced."""
         if self._lock is None:
             return False
         held = os.fstat(self._lock)

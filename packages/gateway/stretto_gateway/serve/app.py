@@ -62,7 +62,8 @@ async def _within(
 
 
 class ServeApp(ChatServer):
-    """ASGI application of `stretto serve`: serves an engine to any client, without sessions."""
+    """ASGI application of `stretto serve`: serves an engine, without sessions, to every client that has the key (if one
+    is set), in the dialects of OpenAI and Anthropic, by token ids, and by the interface of engines."""
 
     title = "stretto serve"
 

@@ -159,8 +159,8 @@ class RecordedData:
     """Questions of a run: the digest on record, the current digest (`found`), the ids of the questions (`prompts`), and
     the inputs to the order of an epoch: `seed`, and name, number of prompts and weight of each source.
 
-    A prompt whose share of right completions is at most `hard` or at least `easy` is skipped in the next epoch; None:
-    no prompt is skipped.
+    A prompt may be skipped in the next epoch if its share of right completions among those judged right or wrong is at
+    most `hard` or at least `easy`. If one of both is None, no prompt may be skipped.
     """
 
     digest: str

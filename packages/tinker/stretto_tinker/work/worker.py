@@ -197,8 +197,7 @@ class Worker:
             time.sleep(_PAUSE_SECONDS)
 
     def _ready(self) -> dict[str | Lane, list[str]]:
-        """Queue requests again that were put off, once that is due; return the lanes that can work now (a model's id,
-        or the `Lane` of an engine), each with the clients that it works for."""
+        """Queue again what was put off, if that is due; return what can work (models, engines), each with its clients."""
         if self._again and time.monotonic() >= self._again:
             self._again = 0.0
         if not self._again:

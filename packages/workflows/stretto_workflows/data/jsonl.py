@@ -172,8 +172,8 @@ def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> l
 
 
 def require(row: Mapping[str, Any], names: tuple[str, ...], place: str, others: str = "the row has") -> None:
-    """Check that the row has all fields `names`; raises one DataError at `place` that names those missing. `others`:
-    words before the fields of a row without a similar one."""
+    """Check that the row has all fields `names`; raises one DataError at `place` that names those missing (of an empty
+    row the first alone), each with the row's most similar field, or behind the words `others` all of its fields."""
     if names and not row:
         raise mistake(place, f"no field {names[0]!r}", "the object is empty")
     if lacking := [name for name in names if name not in row]:

@@ -41,9 +41,10 @@ def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | Non
 
 
 def at_override(problem: Problem, place: str, overrides: Overrides) -> Problem:
-    """Return the problem with its place replaced by the override that caused it; unchanged if no override did.
+    """Return the problem with the override that caused it in its place; unchanged if no override did.
 
-    An override causes a problem of its own key. It also causes a problem of a whole section that mentions its key.
+    An override causes problems of its own key and of keys below it: the place becomes "override KEY". It also causes a
+    problem of its section that mentions the last part of its key: then " with override KEY" is added to the place.
     `place`: name of the recipe with which `problem.place` begins.
     """
     key = problem.place.removeprefix(place).removeprefix(": ")

@@ -79,7 +79,7 @@ def leave_one_out(groups: Groups) -> Scores:
 
 @declare(compares=True)
 def lite_ppo(groups: Groups, *, eps: Eps = 1e-6) -> Scores:
-    """(r - group mean) / batch deviation."""
+    """(r - group mean) / deviation of all rewards of the batch."""
     return advantages.lite_ppo(_rewards(groups), eps)
 
 

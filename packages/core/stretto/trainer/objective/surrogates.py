@@ -169,7 +169,7 @@ def m2po(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
 def policy_gradient(policy_logprobs: Tensor, tokens: LossTokens) -> Terms:
     """REINFORCE.
 
-    Advantage times log policy (Williams, 1992).
+    Advantage times log policy (Williams, 1992); the ratio is only reported.
     """
     ratio = proximal_ratio(policy_logprobs.detach(), tokens)
     return Terms(tokens.advantages * policy_logprobs, ratio, ratio.new_zeros(ratio.shape).bool())
