@@ -197,7 +197,7 @@ class Worker:
             time.sleep(_PAUSE_SECONDS)
 
     def _ready(self) -> dict[str | Lane, list[str]]:
-        """Queue again what was put off, if that is due; return what can work (models, engines), each with its clients."""
+        """Queue again what was put off, if due; return what can work (models, engines), each with its clients."""
         if self._again and time.monotonic() >= self._again:
             self._again = 0.0
         if not self._again:
