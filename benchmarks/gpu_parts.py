@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -55,7 +56,8 @@ _TESTED = ("triton_*", "cuda_graphs", "slot_tables")  # as `ON_GPU` in the Makef
 TESTED = tuple(
     str(path.relative_to(ROOT)) for name in _TESTED for path in sorted(ROOT.glob(f"tests/model/test_{name}.py"))
 )
-_FIRST = 12  # rows of a profile
+_FIRST = 25  # rows of a profile
+_PAUSE = 50  # microseconds: a longer one is no launch
 
 
 @dataclass(frozen=True)
@@ -275,13 +277,14 @@ def _packed(asked: Asked, qkv: list[Tensor], lengths: list[int]) -> dict[str, fl
 
 
 def profiled(asked: Asked) -> dict[str, Any]:
-    """The most expensive operations of a training step and of an engine's step, and each place that waits for the
-    GPU."""
+    """The most expensive kernels of a training step and of an engine's step, the milliseconds in which none ran, and
+    each place that waits for the GPU."""
     size, device = asked.size, asked.device
     tokens = size.tokens[0]
     config = TrainerConfig(minibatches=1, dtype=size.dtype, micro_batch_tokens=tokens)  # type: ignore[arg-type]
     trainer = Trainer(gpu_training.build(size.shape, device), config, ALGORITHM, Sampling(max_tokens=tokens))
-    groups = [(8, (tokens // 4 - 8,))] * 4
+    length = tokens // 16
+    groups = [(1, (length - 1,))] * 16
     vocabulary = trainer.learner.model.config.vocab_size
 
     def trained(trainer: Trainer) -> None:
@@ -302,10 +305,13 @@ def _profile(step: Callable[[], object], device: torch.device) -> dict[str, Any]
     step()
     with _waits() as waits:
         step()
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities) as seen:
-        step()
     by_device = device.type == "cuda"
+    # Beside the calls of the host the profiler would slow them down, and count each kernel twice.
+    with profile(activities=[ProfilerActivity.CUDA if by_device else ProfilerActivity.CPU]) as seen:
+        began = time.perf_counter()
+        step()
+        gpu_training._wait(device)
+        wall = time.perf_counter() - began
 
     def cost(event: Any) -> float:
         return float(event.self_device_time_total if by_device else event.self_cpu_time_total)
@@ -316,8 +322,15 @@ def _profile(step: Callable[[], object], device: torch.device) -> dict[str, Any]
         {"name": e.key[:80], "calls": e.count, "ms": round(cost(e) / 1e3, 3), "share": round(cost(e) / total, 4)}
         for e in events[:_FIRST]
     ]
+    spans = sorted((e.time_range.start, e.time_range.end) for e in seen.events() or ())
+    ends = itertools.accumulate((end for _, end in spans), max)
+    idle = [after - end for end, (after, _) in zip(ends, spans[1:], strict=False) if after > end]
     return {
         "ms": round(total / 1e3, 2),
+        "wall_ms": round(wall * 1e3, 2),
+        "launched": len(spans),
+        "idle_ms": round(sum(idle) / 1e3, 2),
+        "idle_beyond_50us_ms": round(sum(one for one in idle if one > _PAUSE) / 1e3, 2),
         "waits": sum(waits.values()),
         "waits_at": dict(waits.most_common()),
         "dearest": dearest,
