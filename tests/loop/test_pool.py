@@ -37,6 +37,7 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.state import EngineState
 from tests.asynchronous import Test, run_by, until
 from tests.launch.running import wait_until
 from tests.launch.warm import children_of
@@ -349,6 +350,21 @@ def test_a_suspected_engine_that_takes_a_probe_and_says_nothing_is_replaced_once
 
 def test_an_engine_that_falls_silent_in_mid_answer_is_replaced(folder: Path) -> None:
     assert answers_after(folder, FREEZE, DeadlineExceeded, hung=1.5, answer=0.5) == [KILLED]
+
+
+async def test_what_breaks_off_behind_the_end_of_an_engine_goes_on_undisturbed_at_the_next() -> None:
+    client = SimulatedClient("engine-0", Machine(random.Random(1)), lambda *_: None, version=0)
+    handle = handle_of(client)
+    handle._mark_dead("was killed by SIGKILL")
+    handle.suspect({"0"})  # a connection to another machine ends when it is closed here
+    client.begins(0)
+    handle._becomes(EngineState.UP, 0)
+    long = msgspec.structs.replace(request("0"), seeds=(8,))
+    answering = asyncio.ensure_future(anext(aiter(client.generate(long))))
+    await asyncio.sleep(0)
+    handle.suspect({"1"})
+    await handle._until_it_replies()
+    assert (await answering).segment.length == 9
 
 
 def test_an_engine_that_dies_too_often_ends_the_run_with_its_name(folder: Path) -> None:

@@ -185,7 +185,8 @@ class EngineHandle:
     def suspect(self, broken_off: Collection[str] = ()) -> None:
         """Mark the engine as suspected if it is UP, after requests broke off (`broken_off`: their ids). It gets no new
         requests until it has aborted these, or is replaced (both by `supervise`)."""
-        self._broken_off.update(broken_off)
+        if self.serves:  # else they ended with its process, and the next one may get them again
+            self._broken_off.update(broken_off)
         if self.state is EngineState.UP:
             self._becomes(EngineState.SUSPECTED, self.version)
             self._suspicion.set()
