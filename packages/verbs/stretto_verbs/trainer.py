@@ -236,8 +236,8 @@ class LocalTrainer:
         usual = "decoupled_ppo" if isinstance(data, Batch) else CROSS_ENTROPY
         chosen = wanted(usual if loss is None else loss, algorithm, place)
         samples, seen = self._samples(data, chosen, place, sampled=chosen.sampled), cast(Any, data)
-        self._asked = True  # until the next step
         if not samples:
+            self._asked = True  # until the next step
             return Forward((), 0.0, {"tokens": 0.0} | rewards_of(data))
         if chosen.own is not None:
             check_own(chosen, proximal, place)
