@@ -50,7 +50,7 @@ def acquire(folder: Path, name: str = NAME) -> int:
         raise RunFolderError([Problem(str(folder), found, remedy)]) from error
     try:
         os.ftruncate(lock, 0)
-        os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+        os.pwrite(lock, f"process {os.getpid()}".encode() + _here(), 0)
     except OSError as error:
         os.close(lock)
         raise unwritable(folder, error) from error
@@ -98,7 +98,8 @@ def _take(lock: int) -> None:
 
 def temporary_folder() -> tuple[Path, int]:
     """Create and lock a temporary folder, whose path is short enough for Unix sockets in it; returns the folder, and
-    the descriptor of the lock, for `let_go`. Folders that killed processes of this user left are removed first.
+    the descriptor of the lock, for `let_go`. Folders that killed processes of this user and machine left are removed
+    first.
 
     Raises:
         RunFolderError: the folder cannot be locked; it is then removed.
@@ -107,7 +108,7 @@ def temporary_folder() -> tuple[Path, int]:
     root = root if len(os.fsencode(root)) < _LONGEST_ROOT else Path("/tmp")
     with contextlib.suppress(OSError):  # the next one may remove them
         for left in root.glob(f"{_PREFIX}*"):
-            if (left / TEMPORARY).is_file() and left.lstat().st_uid == os.geteuid() and not is_held(left, TEMPORARY):
+            if left.lstat().st_uid == os.geteuid() and not is_held(left, TEMPORARY) and _is_of_this_machine(left):
                 shutil.rmtree(left, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix=f".{_PREFIX}", dir=root))  # other processes do not look at it before its lock
     try:
@@ -117,6 +118,18 @@ def temporary_folder() -> tuple[Path, int]:
         folder.rmdir()  # unlike `rmtree`, this needs no descriptor
         raise
     return folder.rename(root / folder.name.removeprefix(".")), held
+
+
+def _is_of_this_machine(folder: Path) -> bool:
+    """Whether a `temporary_folder` was locked here: locks of a shared disk may be of one machine alone. False if its
+    lock is removed meanwhile."""
+    with contextlib.suppress(OSError):
+        return (folder / TEMPORARY).read_bytes().endswith(_here())
+    return False
+
+
+def _here() -> bytes:
+    return f" on {socket.gethostname()}\n".encode()
 
 
 def let_go(folder: Path, held: int, *, kept: bool = False) -> None:
