@@ -6,7 +6,9 @@
 - An admission policy that breaks equation 3 is told of by the trial, and `stretto check` says so, by its law.
 """
 
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -284,6 +286,13 @@ def test_every_door_names_the_nearest_module_and_the_nearest_name_in_it(broken: 
         with pytest.raises(UserError) as refused:
             check_named(broken / "recipe.toml", key, name)
         assert str(refused.value).endswith(f"; {near}")
+
+
+def test_a_module_without_a_file_is_looked_into_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `__main__` of a script or of the command."""
+    monkeypatch.setitem(sys.modules, "bare", ModuleType("bare"))
+    with pytest.raises(RecipeError, match="algorithm.loss: 'bare' has no 'loss'"):
+        load_recipe(TINY, ["algorithm.loss=bare:loss"])
 
 
 def test_a_module_name_that_is_too_long_for_a_file_is_refused_with_the_recipe() -> None:

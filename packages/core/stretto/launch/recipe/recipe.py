@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
@@ -64,7 +65,8 @@ def is_sought(name: object, folder: Path) -> bool:
     if not (isinstance(name, str) and is_own(name)):
         return False
     module = name.partition(":")[0].partition(".")[0]
-    return _has(folder, module) or (module.isidentifier() and not _has(Path.cwd(), module) and not is_there(module))
+    known = module in sys.modules or not module.isidentifier()  # a loaded one, as `__main__`, may have no spec
+    return _has(folder, module) or not (known or _has(Path.cwd(), module) or is_there(module))
 
 
 def _has(folder: Path, module: str) -> bool:
