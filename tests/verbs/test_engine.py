@@ -106,6 +106,15 @@ def test_adapters_come_to_their_own_base_in_any_dtype_and_to_no_other(
         assert engine.score([(*PROMPT, 3, 4)])[0] == pytest.approx(scored(trainer, (*PROMPT, 3, 4)), abs=1e-4)
 
 
+def test_engines_apart_of_no_model_leave_nothing_open(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(stretto.ModelFolderError):
+        stretto.Engine.load(tmp_path / "model", apart=True)
+    assert os.listdir("/proc/self/fd") == before
+
+
 def test_no_weights_come_into_a_shared_model(folder: Path, data: list[stretto.Datum]) -> None:
     shared = stretto.SharedModel(folder)
     trainers = [stretto.Trainer(shared, lora=4, learning_rate=3e-2), stretto.Trainer(folder, learning_rate=3e-2)]

@@ -163,18 +163,18 @@ class SourceApart:
             ModelFolderError: the folder has no valid config.
             RoleError: an engine did not start; the message names its log.
         """
-        self._folder, self._held = lock.temporary_folder()
+        # Servers of other makes load only whole policies: the base weights are kept, to add adapters to them. So are
+        # those of a native engine once adapters follow a whole policy: one that replaces it loads the newest version
+        # alone, beside the weights of the model folder.
+        self._base = dict[str, Tensor]() if config.kind == "native" else _parameters(model)
+        self._shapes = Parameters(skeleton(model))
+        self._folder, self._held = lock.temporary_folder()  # when the model is known to be one
         self._name = self._folder.name.removeprefix("stretto-")
         self._publisher = SharedMemoryPublisher(self._name, self._folder)
         specs = [self._spec(model.resolve(), config, number, deadlines) for number in range(config.count)]
         self._pool = EnginePool(specs, self._folder, deadlines, config.role, config.load_interval, kind=config.kind)
         self._in_flight = InFlight(self._pool, journal=None)
-        # Servers of other makes load only whole policies: the base weights are kept, to add adapters to them. So are
-        # those of a native engine once adapters follow a whole policy: one that replaces it loads the newest version
-        # alone, beside the weights of the model folder.
-        self._base = dict[str, Tensor]() if config.kind == "native" else _parameters(model)
         self._is_whole = False  # the newest publication is a whole policy, to which adapters would be added
-        self._shapes = Parameters(skeleton(model))
         self._tasks: list[asyncio.Future[Any]] = []
         self._changing = asyncio.Lock()
         self._digests = dict[str, TensorDigest]()  # of the weights of the last `update`; empty before the first
