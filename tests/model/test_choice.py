@@ -2,6 +2,7 @@
 never measured again; a damaged or unwritable file stops nobody."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -92,6 +93,16 @@ def test_a_choice_of_an_earlier_version_is_not_measured_again(tmp_path: Path, mo
             choose(SHAPES, dtype, kernels)  # the cache says otherwise
             assert choose(SHAPES, dtype, kernels, record) == dict.fromkeys(SHAPES, ours)
             assert seen == SHAPES
+
+
+def test_a_choice_for_one_core_is_named_as_by_earlier_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(monkeypatch, KernelChoice())
+    os.sched_setaffinity(0, {min(cores := os.sched_getaffinity(0))})
+    try:
+        choose(SHAPES, torch.float32, GENERATION, tmp_path / "run.json")
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert all(", 1 cores, " in name for name in json.loads((tmp_path / "run.json").read_text()))
 
 
 def test_a_second_run_takes_what_the_first_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

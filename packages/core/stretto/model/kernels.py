@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from stretto.core.errors import several
 from stretto.core.machine import cache_folder, cores, processor
 from stretto_kernels.steps import matmul
 from stretto_kernels.steps.matmul import (
@@ -38,7 +37,7 @@ def choose(
     written to both files (`record` None: to the cache alone). A file that cannot be written is not used, with a
     warning.
     """
-    machine = f"{processor()}, {several(cores(), 'core')}"
+    machine = f"{processor()}, {cores()} cores"  # a key, which run folders keep
     return matmul.choose(shapes, dtype, kernels, record, machine=machine, cache=cache_folder() / FILE)
 
 
