@@ -205,16 +205,22 @@ class _Protocol(_BoundedHeads):
     def __init__(self, gathered: Gathered, *settings: Any) -> None:
         super().__init__(*settings)
         self._gathered = gathered
-        self.app = _written_now(zero_copy(self))
+        self.app = self._noted(_written_now(zero_copy(self)))
         self.answered_at = 0.0
         self._answered: RequestResponseCycle | None = None  # the request in progress; `cycle` is the newest
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(GatheringTransport(transport, self._gathered))
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
-        self._answered = cycle
-        super()._start_asgi_task(cycle, app)
+    def _noted(self, inner: ASGI3Application) -> ASGI3Application:
+        """Wrap an application so that `_answered` is the request that it answers."""
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            self._answered = cycle = send.__self__
+            cycle.disconnected = cycle.disconnected or self.transport.is_closing()
+            await inner(scope, receive, send)
+
+        return app
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell the request in progress that its client has gone; uvicorn tells only the newest request, which may be
