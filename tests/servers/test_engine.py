@@ -389,3 +389,44 @@ async def test_of_a_version_that_is_not_proven_no_token_is_told_and_none_is_aske
     assert [one.versions[:3] for one in found] == [(1, 1, 2), (1, 1, 2), (2, 2, 2)]
     for name, one in zip(("ab", "cd", "ef"), sorted(found, key=lambda one: one.request), strict=True):
         assert_law(prompt_of(name), one)
+
+
+async def test_what_ended_before_an_update_is_told_while_the_version_is_in_doubt() -> None:
+    """Its end arrives when the server is paused already, and may have sampled with both versions."""
+    server, engine = in_steps("keep")
+    stream = engine.submit_all([request("ab", max_tokens=3)])
+    await play(server, count=2)
+    server.sample()
+    updating = asyncio.create_task(challenged(server, engine, 1, 0.0))
+    for _ in range(2):
+        while not server.waiting:
+            await asyncio.sleep(0)
+        server.waiting.pop().set()
+    await play(server)
+    assert stream.ready
+    while not updating.done():
+        await asyncio.sleep(0.001)
+        while server.waiting:
+            server.waiting.pop().set()
+    assert not updating.result()
+    assert [one.versions for one in await completions_of(server, stream)] == [(0, 0, 0)]
+
+
+async def test_what_a_server_gives_up_is_told_up_to_the_version_in_doubt() -> None:
+    class GivesUp(ToyServer):
+        async def resume(self) -> None:
+            await super().resume()
+            self.sample(2)
+            for running in self.running.values():
+                running.ended = "abort"
+            self.deliver()
+
+    server, engine = await at(1, "keep", GivesUp())
+    engine.submit_all([request("ab")])
+    await play(server, count=2)
+    assert not await challenged(server, engine, 2, 0.0)
+    assert engine.partials({"ab": [0]})["ab"][0].versions == (1, 1)
+    assert await challenged(server, engine, 3, FARTHEST)
+    await play(server)
+    assert engine.partials({"ab": [0]})["ab"][0].versions == (1, 1, 3)
+    assert server.cached == {3}, "nothing of the refused version"

@@ -98,6 +98,7 @@ class ToyServer:
         self.full: Occupancy | None = None
         self.refuses_load = self.ignores_pause = False
         self.read = 0
+        self.cached = set[int]()  # versions that the cache has entries of
         self._steps = steps
 
     async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
@@ -118,6 +119,7 @@ class ToyServer:
             while not (self.paused or running.ended) and count > len(running.tokens) - running.delivered:
                 token = token_after((*wanted.token_ids, *running.tokens), self.version)
                 running.tokens.append(token)
+                self.cached.add(self.version)
                 running.versions.append(self.version)
                 if token in wanted.sampling.stop_token_ids:
                     running.ended = "stop"
@@ -150,6 +152,7 @@ class ToyServer:
         for running in self.running.values():
             if not (keep or self.ignores_pause):
                 running.ended = running.ended or "abort"
+        self.cached &= self.cached if keep else set()
         if not self._steps:
             self.deliver()
         await self._step()

@@ -50,10 +50,10 @@ Post = Callable[[str, Mapping[str, object] | None], Awaitable[Any]]
 Named = Sequence[tuple[str, Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class SglangOrders:
     """Makes the HTTP requests for SGLang since 0.5.23, in which an update has a begin and an end. `group`: name of the
-    process group; `backend`: "gloo" or "nccl"; `flush_cache`: drop the KV cache with the update; `mark`: ending of the
+    process group; `backend`: "gloo" or "nccl"; `flush_cache`: drop the KV cache with each update; `mark`: ending of the
     versions' names (`make.new_mark`)."""
 
     group: str
@@ -316,11 +316,13 @@ class SglangByBroadcast(SglangServer):
         super().__init__(http, load_seconds)
         self._address, self._backend = address, backend
         self._group: Broadcast | None = None
+        self._orders = SglangOrders("", backend)
 
     async def load(self, folder: Path, version: int, *, keep: bool) -> None:
         tensors, self.mark = await asyncio.to_thread(_read, folder), self.mark or new_mark()
         if self._group is None:
-            self._group = await self._joined(keep)
+            self._group = await self._joined()
+        self._orders.flush_cache = not keep
         await self._group.send(version, tensors)
 
     async def close(self) -> None:
@@ -331,17 +333,17 @@ class SglangByBroadcast(SglangServer):
                     await self._group.close()
         await super().close()
 
-    async def _joined(self, keep: bool) -> Broadcast:
+    async def _joined(self) -> Broadcast:
         told = await self._http.exchange("GET", "/server_info")
         if wrong := [f"{key} {told[key]}" for key in _ALONE if told.get(key, 1) != 1]:
             raise WireError(f"{self._http.name} has {wrong[0]}: a broadcast reaches tensor parallel ranks alone")
         with contextlib.suppress(RefusedRequest):  # ends the update of an adapter that was killed during it, if any
             await self._post("/end_weight_update", {})
-        orders = SglangOrders(f"stretto-{secrets.token_hex(8)}", self._backend, not keep, self.mark)
+        self._orders = SglangOrders(f"stretto-{secrets.token_hex(8)}", self._backend, mark=self.mark)
         group = Broadcast(
             self._http.name,
             self._post,
-            orders,
+            self._orders,
             host=await asyncio.to_thread(_own_address, self._address),
             ranks=told.get(_RANKS, 1),
             seconds=self._load_seconds,

@@ -180,7 +180,8 @@ class OpenCompletion:
         self.uncertain = self.told
 
     def doubt(self, version: int) -> None:
-        """Mark the tokens of the finished request that `version` sampled as uncertain: it is not proven yet."""
+        """Mark the tokens of the finished request that `version`, or a newer one, sampled as uncertain: it is not
+        proven."""
         first = len(self.versions) - self.told
         self.uncertain = sum(one >= version for one in self.versions[first:])
 

@@ -91,7 +91,7 @@ class ExternalEngine:
         self.name = name
         self.version = 0
         self._make, self._limits, self._weights, self._stop_texts = make, limits, weights, stop_texts
-        self._keep = on_update == "keep"
+        self._keep = self._kept = on_update == "keep"  # the second: in the last load
         self._open: dict[str, list[OpenCompletion]] = {}
         self._tasks: dict[str, list[asyncio.Task[None]]] = {}
         self._changing = asyncio.Lock()  # one update at a time
@@ -177,15 +177,16 @@ class ExternalEngine:
                     if not self._sampling.is_set():
                         continue
                     ended = await self._stream(completion)
+                if len(completion.had) > 1:  # what a version sampled that is not proven is not told
+                    completion.doubt(self.version + (not self._in_doubt))
                 if ended not in (*_REASONS, "abort"):
                     raise EngineLost(self.name, f"ended {completion.request.id} with the reason {ended!r}")
                 if ended == "abort":
                     completion.interrupted += completion.told > 0
                     self._counts.interrupted += completion.told > 0
                     self._counts.recomputed += len(completion.token_ids)
-            if len(completion.had) > 1 and not self._sampling.is_set():
-                completion.doubt(self.version)
-                await self._sampling.wait()  # for the proof of a version that has sampled some of the tokens
+            if completion.uncertain:
+                await self._sampling.wait()  # for the proof
                 completion.uncertain = 0
             completion.end(_REASONS[ended])
         except EngineLost as lost:  # the conductor continues the completion on another engine
@@ -222,7 +223,7 @@ class ExternalEngine:
         try:
             async with contextlib.aclosing(self._make.stream(asked)) as deltas:
                 async for delta in deltas:
-                    if loads != self._loads and not completion.told and not self._keep:
+                    if loads != self._loads and not completion.told and not self._kept:
                         return "abort"  # the version of its first token is unknown
                     spans, ended = delta.spans or spans, delta.ended
                     if not stopped:
@@ -352,16 +353,16 @@ class ExternalEngine:
     async def _load(self, folder: Path, version: int, challenge: Challenge | None) -> Scores | None:
         start = time.monotonic()
         self._sampling.clear()
-        self._loads += 1
-        self._folder = folder
+        self._loads, self._folder = self._loads + 1, folder
+        self._kept = keep = self._keep and not self._in_doubt  # the cache has entries of a refused version
         try:
-            await self._make.pause(keep=self._keep)
-            if self._keep:
+            await self._make.pause(keep=keep)
+            if keep:
                 self._mark_running(version)
             else:
                 await self._drain()
-            await self._make.load(folder, version, keep=self._keep)
-            self.version = version
+            await self._make.load(folder, version, keep=keep)
+            self.version, self._in_doubt = version, challenge is not None
             await self._make.resume()
             scores = None if challenge is None else await self._answer(challenge)
         except BaseException as error:  # also if cancelled, it is unknown which weights the server has
