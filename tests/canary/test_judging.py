@@ -336,6 +336,14 @@ def test_a_version_whose_canary_is_gone_is_refused_at_once() -> None:
         asyncio.run(asyncio.wait_for(run.proving.load(run.handle.spec, run.client, 1), 5.0))
 
 
+def test_a_canary_that_does_not_come_is_no_fault_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("stretto.loop.engines.proving._CANARY_SECONDS", 0.1)
+    run = Run()
+    run.publish(0)
+    with pytest.raises(WireError, match=r"waited 0\.1 s for the canary of version 1 for"):
+        asyncio.run(asyncio.wait_for(run.proving.load(run.handle.spec, run.client, 1), 5.0))
+
+
 @pytest.mark.parametrize("persists", [False, True])
 def test_an_engine_that_does_not_prove_a_version_is_replaced_at_the_last_evaluation_too(persists: bool) -> None:
     async def work(run: Run) -> None:

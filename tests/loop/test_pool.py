@@ -20,16 +20,7 @@ import msgspec
 import pytest
 
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import (
-    DataError,
-    DeadlineExceeded,
-    EngineLied,
-    EngineLost,
-    Problem,
-    RoleDied,
-    RoleFailed,
-    UnprovenWeights,
-)
+from stretto.core.errors import DataError, EngineLied, EngineLost, Problem, RoleDied, RoleFailed, UnprovenWeights
 from stretto.core.events import Span
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.core.tasks import run_beside
@@ -318,12 +309,12 @@ async def test_while_one_engine_is_away_the_other_answers_everything(fleet: Engi
     assert len(await asyncio.gather(*(answers(fleet, request(str(number))) for number in range(20)))) == 20
 
 
-def answers_after(folder: Path, what: int, told: type[Exception] = EngineLost, **deadlines: float) -> list[str]:
+def answers_after(folder: Path, what: int, **deadlines: float) -> list[str]:
     """What is said when the only engine misbehaves once, and has answered the next request."""
     said: list[str] = []
 
     async def work(fleet: EnginePool) -> int:
-        with pytest.raises(told):
+        with pytest.raises(EngineLost):
             await answers(fleet, request("0", what))
         return len(await answers(fleet, request("0")))
 
@@ -349,7 +340,32 @@ def test_a_suspected_engine_that_takes_a_probe_and_says_nothing_is_replaced_once
 
 
 def test_an_engine_that_falls_silent_in_mid_answer_is_replaced(folder: Path) -> None:
-    assert answers_after(folder, FREEZE, DeadlineExceeded, hung=1.5, answer=0.5) == [KILLED]
+    assert answers_after(folder, FREEZE, hung=1.5, answer=0.5) == [KILLED]
+
+
+NEVER = 99  # the version that no toy loads
+LATE = "the client of engine-0 waited 0.3 s for engine-0 to load version 99 and gave up"
+
+
+@pytest.mark.parametrize("ordered", [EnginePool.publish, EnginePool.reach])
+def test_an_engine_that_hangs_in_a_load_is_replaced(folder: Path, ordered: Callable[..., object]) -> None:
+    said: list[str] = []
+
+    async def work(fleet: EnginePool) -> None:
+        (folder / "newest").write_text(str(NEVER))
+        loading = asyncio.ensure_future(fleet.keep_loaded())
+        reached = ordered(fleet, NEVER)
+        await (reached if isinstance(reached, Awaitable) else until(lambda: fleet.live == NEVER))
+        assert {one.versions for one in await answers(fleet, request("0"))} == {(NEVER,)}
+        loading.cancel()
+
+    played(folder, work, 1, said.append, load=0.3, hung=60.0)
+    assert said == [f"engine-0 was killed by SIGKILL ({LATE}): a new one is started"]
+
+
+def test_an_engine_that_never_loads_a_version_ends_the_run_with_its_name(folder: Path) -> None:
+    with pytest.raises(RoleDied, match=f"engine-0 {LATE}, 3 times; see the end of "):
+        played(folder, lambda fleet: fleet.reach(NEVER), count=1, load=0.3, hung=60.0, engine_restarts=2)
 
 
 async def test_what_breaks_off_behind_the_end_of_an_engine_goes_on_undisturbed_at_the_next() -> None:
@@ -426,7 +442,7 @@ async def test_a_replacement_that_is_never_ready_is_replaced(fleet: EnginePool, 
 
 
 def test_an_engine_that_stays_silent_is_named_after_its_deadline(folder: Path) -> None:
-    with pytest.raises(DeadlineExceeded, match=r"the client of engine-0 waited 0\.2 s for the next completion to 0"):
+    with pytest.raises(EngineLost, match=r"the client of engine-0 waited 0\.2 s for the next completion to 0"):
         played(folder, lambda fleet: answers(fleet, request("0", STAY_SILENT)), count=1, answer=0.2)
 
 

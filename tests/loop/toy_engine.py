@@ -3,7 +3,8 @@
 It answers every seed with one token of the version it serves, behind those of the prefix. The prompt tells it to
 misbehave: 1 dies in mid-answer, 2 hangs up in mid-answer and goes on with it, as behind a cut network, 3 tells one
 token and never ends, 5 hangs up and listens no more, 6 hangs up and answers nothing any more, 7 has a bit of each
-answer wrong, 8 answers nothing any more. Its spans are numbered, and take a moment. The file ``SPEC.model`` holds the
+answer wrong, 8 answers nothing any more. It never loads version 99, and answers nothing any more from that order on;
+one that starts with it serves it. Its spans are numbered, and take a moment. The file ``SPEC.model`` holds the
 newest version; or "broken", with which no engine starts; or "mistaken", the same, as by a mistake of the user; or
 "killed VERSION": the first engine that starts takes the word away and kills itself; or "hangs VERSION": the same, and
 it is never ready.
@@ -29,6 +30,7 @@ from stretto.processes.heartbeat import begin_role
 
 DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF, TURN_MUTE, LIE, FREEZE = 1, 2, 3, 4, 5, 6, 7, 8
 UNFINISHED = 3  # tokens, it says, always
+NEVER = 99
 
 
 class ToySpec(msgspec.Struct):
@@ -69,6 +71,9 @@ class ToyEngine:
                 self.open.difference_update(msgspec.msgpack.decode(body, type=AbortRequest).request)
             case "/update_weights":
                 self.version = msgspec.msgpack.decode(body, type=UpdateRequest).version
+                if self.version == NEVER:
+                    self.mute = True
+                    await asyncio.sleep(600)
                 return msgspec.msgpack.encode(Loaded(self.version))
             case "/partials":
                 known = msgspec.msgpack.decode(body, type=PartialsRequest).known

@@ -72,6 +72,7 @@ class EngineHandle:
     _broken_off: set[str] = field(default_factory=set)  # requests that the suspected engine may still have
     _doubt: UnprovenWeights | None = None  # set: the engine is not replaced, and this error ends the run
     _condemned: bool = False  # its process is to end, and gets no requests until it has ended
+    _why: str = ""  # appended to how its process ended
     publications: Publications = field(init=False)
     counters: EngineCounters = field(init=False)
 
@@ -203,7 +204,7 @@ class EngineHandle:
             how = await self.process.ended()
             if self.leaving:  # nothing is to be replaced, and the end would be told again at once, without an end
                 await asyncio.get_running_loop().create_future()  # until the pool drops this engine
-            await self.replace(how, say)
+            await self.replace(how + self._why, say)
 
     async def replace(self, how: str, say: Callable[[str], None], publication_seconds: float = 0.0) -> None:
         """Start a new process after the engine's process has ended; returns when it serves the newest version. Does
@@ -238,7 +239,7 @@ class EngineHandle:
     def _mark_dead(self, how: str) -> None:
         """Record that the process has ended: its open requests end with EngineLost. Raises UnprovenWeights if the
         engine must not be replaced."""
-        self.how, self._condemned = how, False
+        self.how, self._condemned, self._why = how, False, ""
         self._broken_off.clear()
         self.counters.retire()
         self._becomes(EngineState.DOWN, None)
@@ -287,9 +288,9 @@ class EngineHandle:
 
     async def keep_loaded(self) -> NoReturn:
         """Load newly published versions, always the newest, until this raises or is cancelled. While the engine has
-        requests, loads are `load_interval` seconds apart, unless a request waits for a version. An engine that does not
-        reply becomes suspected; one whose load is not proven is replaced. Raises UnprovenWeights if two loads in a row
-        are not proven, WireError for an unusable version, DeadlineExceeded if a load makes no progress."""
+        requests, loads are `load_interval` seconds apart, unless a request waits for a version. An engine that breaks
+        off becomes suspected; one whose load stands still, or is not proven, is replaced. Raises UnprovenWeights if two
+        loads in a row are not proven, WireError for an unusable version."""
         while True:
             await self.publications.news(self.open)
             version = self.publications.newest
@@ -306,12 +307,22 @@ class EngineHandle:
             version = await self.proving.load(self.spec, self.client, version)
         except EngineLost:
             self.suspect()  # the engine comes back with the newest version, by itself or replaced
+        except DeadlineExceeded as late:  # its event loop hangs, say, and its heartbeats go on
+            self._end_hung(late)
         except UnprovenWeights as doubt:
             self.discard(doubt)
         else:
             self.publications.loaded()
             if self.serves:  # else it has been replaced meanwhile
                 self._becomes(self.state, version)
+
+    def _end_hung(self, late: DeadlineExceeded) -> None:
+        """Kill the engine's process, which `supervise` replaces, because of `late`. Does nothing if it serves no more:
+        its replacement has deadlines of its own."""
+        if self.serves:
+            self._why = f" ({late})"
+            self.condemn()
+            self.process.kill()
 
     def discard(self, doubt: UnprovenWeights) -> None:
         """Kill the engine's process after a load that was not proven (`doubt`), so that it is replaced. If the engine's
@@ -365,18 +376,25 @@ class EngineHandle:
 
     async def reach(self, version: int) -> None:
         """Load `version` if the engine serves an older one; returns when it serves `version` or newer, or is leaving.
-        An engine that is down is waited for: `supervise` must run.
+        An engine that is down is waited for, and one without a sign of life for `deadlines.start` seconds is replaced:
+        `supervise` must run.
 
         Raises:
-            DeadlineExceeded: no sign of life for `deadlines.start` seconds.
+            DeadlineExceeded: it was to end for such a reason, and has not ended `deadlines.start` seconds later.
             UnprovenWeights: its weights were not proven, nor were those of the process before it.
             WireError: the version is damaged, or not of this model.
         """
         seconds, moved = self.deadlines.start, self.client.moved
-        async with standstill("conductor", f"{self.name} to serve version {version}", seconds, moved):
-            while (self.version is None or self.version < version) and not self.leaving:
-                # An engine that is not UP is brought back by supervise(), with the newest version.
-                await (self._load(version) if self.state is EngineState.UP else asyncio.sleep(RETRY_SECONDS))
+        while (self.version is None or self.version < version) and not self.leaving:
+            try:
+                async with standstill("conductor", f"{self.name} to serve version {version}", seconds, moved):
+                    while (self.version is None or self.version < version) and not self.leaving:
+                        # An engine that is not UP is brought back by supervise(), with the newest version.
+                        await (self._load(version) if self.state is EngineState.UP else asyncio.sleep(RETRY_SECONDS))
+            except DeadlineExceeded as late:
+                if self._condemned:
+                    raise
+                self._end_hung(late)
 
     async def until_it_serves(self, version: int) -> None:
         """Wait until the engine serves `version` or newer; returns at once if it does. Meanwhile `keep_loaded`, which

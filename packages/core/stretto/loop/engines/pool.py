@@ -278,13 +278,13 @@ class EnginePool:
         that sampled the newest prefix token, it is waited for until it has loaded that.
 
         Raises:
-            EngineLost: the engine broke off; it is suspected from then on, unless it was asked to abort the requests.
+            EngineLost: the engine broke off, or ended no completion within `deadlines.answer`; it is suspected from
+                then on, unless it was asked to abort the requests.
             EngineLied: the engine's results are invalid and must not be kept; it is replaced.
             EngineLeft: the engine has left the run, or stopped taking requests before these were sent.
             RefusedRequest: the engine refused the requests.
             DeadlineExceeded: no engine became free within `deadlines.answer`, or none was up for twice
-                `deadlines.start` (for `patience`, if that is longer); or the engine, suspected now, ended no completion
-                within `answer`.
+                `deadlines.start` (for `patience`, if that is longer).
         """
         completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
         prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}
@@ -303,9 +303,9 @@ class EnginePool:
             if not engine.lags:
                 engine.suspect()  # its machine is silent or gone
             raise
-        except DeadlineExceeded:  # its event loop hangs, say, and its heartbeats go on
+        except DeadlineExceeded as late:  # its event loop hangs, say, and its heartbeats go on
             engine.suspect(ids)
-            raise
+            raise EngineLost(name, f"is silent: {late}") from None
         except EngineLied as lie:  # a machine with broken memory, say, would go on answering
             if engine.condemn():
                 self._say(f"{lie}: it is replaced")

@@ -41,7 +41,7 @@ from stretto.core.canary import (
 )
 from stretto.core.deadlines import deadline
 from stretto.core.engine import Engine
-from stretto.core.errors import UnprovenWeights, WireError
+from stretto.core.errors import DeadlineExceeded, UnprovenWeights, WireError
 from stretto.engine.wire import EngineSpec
 
 _KEPT = 32  # canaries: while a machine pulls a version, the trainer may publish as many as the staleness bound allows
@@ -180,9 +180,9 @@ class Proving:
         Raises:
             UnprovenWeights: both checks failed.
             EngineLost: the engine does not reply.
-            WireError: the version is not published, or not of this model, or so old that its canary is not kept; the
-                engine keeps its version.
-            DeadlineExceeded: the engine made no progress with the load, or the trainer's canary did not come in 600 s.
+            WireError: the version is not published, or not of this model, or so old that its canary is not kept, or the
+                trainer's canary did not come in 600 s; the engine keeps its version.
+            DeadlineExceeded: the engine made no progress with the load.
         """
         if not self._expected:
             return (await client.update(version)).version if version > served else served
@@ -214,11 +214,14 @@ class Proving:
         raise AssertionError("the second time is the last")
 
     async def _canary_of(self, version: int, engine: str) -> Canary:
-        async with deadline("conductor", f"the canary of version {version} for {engine}", _CANARY_SECONDS):
-            while version not in self._canaries:
-                if version < min(self._canaries, default=0):
-                    raise WireError(f"{engine}: version {version} is too old to be proven; its canary is not kept")
-                await asyncio.sleep(_LOOK_SECONDS)
+        try:
+            async with deadline("conductor", f"the canary of version {version} for {engine}", _CANARY_SECONDS):
+                while version not in self._canaries:
+                    if version < min(self._canaries, default=0):
+                        raise WireError(f"{engine}: version {version} is too old to be proven; its canary is not kept")
+                    await asyncio.sleep(_LOOK_SECONDS)
+        except DeadlineExceeded as late:  # no engine is late
+            raise WireError(str(late)) from None
         return self._canaries[version]
 
     def _note(self, proof: Proof, dtype: str) -> None:
