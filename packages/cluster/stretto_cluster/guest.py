@@ -194,18 +194,19 @@ class GuestEngine(HttpEngine):
         engine scores, to prove its weights. None: no challenge.
 
         Raises:
-            EngineLost: the machine is lost, or the pull or the load made no progress within its time limit.
+            EngineLost: the machine is lost, or its pull made no progress within its time limit.
+            DeadlineExceeded: the load made no progress within its time limit.
             WireError: the engine claims an unpublished version.
         """
         try:
             self._pulls = True
             version = await self._machine.until_mirrored(version, self._pull_seconds)
             self._pulls = False
-            loaded = await super().update(version, ask)
-            self._check_published(loaded.version)
-            return loaded
         except (MachineLost, DeadlineExceeded) as loss:
             raise EngineLost(self.name, str(loss)) from None
+        loaded = await super().update(version, ask)
+        self._check_published(loaded.version)
+        return loaded
 
     async def moved(self) -> object:
         """Progress of an update, as a value that changes while it goes on: during the pull the bytes that have arrived
