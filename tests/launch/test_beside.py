@@ -28,10 +28,15 @@ def folder_of(section: str, tree: dict[str, Any]) -> object:
 
 
 @pytest.mark.parametrize("key", PARTS)
-def test_a_module_is_found_beside_the_recipe_by_each_key_that_names_one(key: str, tmp_path: Path) -> None:
+def test_a_module_is_found_beside_the_recipe_by_each_key_that_names_one(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     section, text = PARTS[key]
+    (here := tmp_path / "here").mkdir()
+    monkeypatch.chdir(here)
+    (here / "mine.py").write_text(WORLD)
     (tmp_path / "recipe.toml").write_text(text)
-    assert folder_of(section, parse_recipe(tmp_path / "recipe.toml")) is None, "no such module is there"
+    assert folder_of(section, parse_recipe(tmp_path / "recipe.toml")) is None, "such a module is elsewhere alone"
     (tmp_path / "mine.py").write_text(WORLD)
     assert folder_of(section, parse_recipe(tmp_path / "recipe.toml")) == str(tmp_path)
     if section:

@@ -291,7 +291,7 @@ def test_every_door_names_the_nearest_module_and_the_nearest_name_in_it(broken: 
 def test_a_module_without_a_file_is_looked_into_as_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `__main__` of a script or of the command."""
     monkeypatch.setitem(sys.modules, "bare", ModuleType("bare"))
-    with pytest.raises(RecipeError, match="algorithm.loss: 'bare' has no 'loss'"):
+    with pytest.raises(RecipeError, match=r"algorithm\.loss: 'bare' has no 'loss'"):
         load_recipe(TINY, ["algorithm.loss=bare:loss"])
 
 

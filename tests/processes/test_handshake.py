@@ -91,7 +91,7 @@ def test_a_listener_without_the_key_is_not_trusted() -> None:
         far.recv(4096)
         far.sendall(frame(handshake._Welcome(b"the conductor", b"m" * 32)))
 
-    with beside(false_listener) as (near, _), pytest.raises(HandshakeRefused, match="rank 0 does not have the key"):
+    with beside(false_listener) as (near, _), pytest.raises(HandshakeRefused, match="rank 0 does not have the token"):
         greet(near)
 
 
@@ -102,10 +102,10 @@ def test_a_wrong_key_is_refused_both_sides_say_so_and_the_judge_never_sees_its_c
         judged.append(who)
         return ""
 
-    refused = pytest.raises(HandshakeRefused, match="rank 0 refused: the key is wrong")
+    refused = pytest.raises(HandshakeRefused, match="rank 0 refused: the token is wrong")
     with beside(listener(OTHER, judge)) as (near, came), refused:
         greet(near)
-    assert (str(came[0]), judged) == ("rank 1 does not have the key", [])
+    assert (str(came[0]), judged) == ("rank 1 does not have the token", [])
 
 
 def test_a_caller_that_is_not_wanted_is_told_why() -> None:
@@ -146,7 +146,7 @@ def test_the_key_is_never_sent_and_an_overheard_proof_opens_nothing_else() -> No
         near.recv(65536)  # another challenge
         near.sendall(messages[1])
         near.recv(65536)
-    assert str(came[0]) == "rank 1 does not have the key"
+    assert str(came[0]) == "rank 1 does not have the token"
 
 
 def test_a_proof_that_is_sent_back_to_its_maker_proves_nothing() -> None:
@@ -184,4 +184,4 @@ def test_a_peer_that_drips_bytes_does_not_move_the_deadline() -> None:
             near.sendall(b"x")
             threading.Event().wait(0.02)
     assert isinstance(came[0], DeadlineExceeded)
-    assert "waited 0.3 s for rank 1 to prove the key" in str(came[0])
+    assert "waited 0.3 s for rank 1 to prove the token" in str(came[0])

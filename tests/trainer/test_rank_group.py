@@ -195,8 +195,8 @@ def test_a_rank_that_does_not_come_is_named_and_so_is_a_wrong_one(site: Site) ->
             return await lost(group)
 
     assert run(nowhere()) == "lost rank 1: did not join within 1 s"
-    assert run(refused(site, lambda group: group.start_rank(key="another"))).endswith("does not have the key")
-    assert "rank 0 refused: the key is wrong" in site.log_of_rank()
+    assert run(refused(site, lambda group: group.start_rank(key="another"))).endswith("does not have the token")
+    assert "rank 0 refused: the token is wrong" in site.log_of_rank()
     with_a_wrong_number = refused(site, lambda group: group.start_rank(rank=7))
     assert run(with_a_wrong_number).endswith("is not wanted: there is no rank 7")
 
@@ -261,7 +261,7 @@ def test_the_store_of_torch_is_at_the_loopback_interface_and_no_way_to_it_withou
                 assert group.awaited.key not in Path(f"/proc/{process.pid}/cmdline").read_text()
             return await kept_out(group, 1, "another"), await kept_out(group, 5, group.awaited.key)
 
-    assert run(both()) == ("refused: the key is wrong", "refused: there is no rank 5")
+    assert run(both()) == ("refused: the token is wrong", "refused: there is no rank 5")
 
 
 def test_a_key_is_good_for_one_trainer(site: Site) -> None:

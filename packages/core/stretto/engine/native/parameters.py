@@ -41,9 +41,11 @@ class Parameters:
     """Copies published versions into the parameters of a model. For a layer with adapters it keeps the base weight
     beside the parameter, which holds the sum."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """`model`: where `load` copies versions."""
-        self._beyond = False  # the base weights are beyond the device
+    def __init__(self, model: nn.Module, spare: Callable[[], int | None] = lambda: None) -> None:
+        """`model`: where `load` copies versions. `spare` returns the bytes free on the device, None without a limit. If
+        base weights to be kept for layers with adapters need more bytes than that, they are kept in host memory and
+        copied back layer by layer."""
+        self._spare, self._beyond = spare, False  # beyond the device
         self._torn = False  # a load of all parameters has failed halfway
         self._parameters = dict(model.named_parameters())
         modules = model.named_modules()
@@ -53,14 +55,10 @@ class Parameters:
         self._adapters: dict[str, Tensor] = {}  # as they were published
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor], spare: Callable[[], int | None] = lambda: None) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors of a version into the parameters, or add its adapters to the base weights; a model with
         separate matrices A and B gets only those. `check` must have accepted the version. An error halfway leaves a
-        mixture; then `check` refuses adapters until all parameters were loaded.
-
-        `spare` returns the bytes free on the device, None without a limit. If base weights to be kept for layers with
-        adapters need more bytes than that, they are kept in host memory and copied back layer by layer.
-        """
+        mixture; then `check` refuses adapters until all parameters were loaded."""
         if self._beside:
             for name, parameter in self._beside.items():
                 parameter.copy_(tensors[name])
@@ -79,7 +77,7 @@ class Parameters:
         self._adapters = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
         weights = {layer: self._parameters[f"{layer}.weight"] for layer in _layers(tensors)}
         new = sum(weight.nbytes for layer, weight in weights.items() if layer not in self._bases)
-        if new and (free := spare()) is not None:
+        if new and (free := self._spare()) is not None:
             self._beyond = new > free
         for layer, weight in weights.items():
             if layer not in self._bases:

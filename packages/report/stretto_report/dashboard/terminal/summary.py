@@ -183,7 +183,8 @@ def _staleness(inspection: Inspection) -> Rows:
         yield f"{age}", Text.assemble((bar(count / tokens), "cyan"), f" {count / tokens:.1%}")
     yield (
         "interrupted",
-        f"{several(inspection.interrupted, 'completion')}; {inspection.multi_version:,} of several versions",
+        f"{several(inspection.interrupted, 'completion')}; "
+        f"{inspection.multi_version:,} {'has' if inspection.multi_version == 1 else 'have'} tokens of several versions",
     )
 
 
