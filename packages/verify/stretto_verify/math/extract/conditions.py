@@ -14,7 +14,8 @@ _ATTAINED = re.compile(  # the maximum is 12, attained at x = 3
 )
 _EXTREME = re.compile(  # the least value is 42 when x = 7 and y = 6
     r"(\b(?:maxim|minim|largest|smallest|greatest|least)[a-z]*\b[^.\n=]{0,60}?\b(?:is|are) \S{1,40}?)"
-    r",?\s(?:at|when|for|where|with)\s(?!.*\b(?:otherwise|else|or|but|if|not)\b)(?=[^.\n]*=)[^.\n]{1,80}\.?\s*$"
+    r",?\s(?:at|when|for|where|with)\s(?!.*\b(?:otherwise|else|or|but|if|not|is|are|so|hence|thus|therefore|giving)\b)"
+    r"(?=[^.\n]*=)[^.;\n]{1,80}\.?\s*$"
 )
 _DECLARED = re.compile(  # $S_n = 2n$ for all $n \ge 1$; $x^2 + 1$ for every real $x$, as claimed
     r"(\$(?: [a-z]+){0,3}),?\s+(?:(?:for (?:all|every|any|each)|whenever)(?: [a-z]+){0,2} \$[a-zA-Z]"

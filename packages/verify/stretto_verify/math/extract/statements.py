@@ -37,12 +37,13 @@ _EMPHASIZED = re.compile(  # So it is **Saturn**. **Ann** is the liar.
     r"(?!.*\b(?:second|third|fourth|almost)\b)[^*\n]{0,100}"
 )
 _UNSOLVED = re.compile(
-    r"[^0-9$\\]{0,120}\b(?:is|are|has|have|exists?) no (?:(?:real|integer|positive|such|possible) )*"
-    r"(?:solutions?|roots?)[.!]?",
+    r"(?!.*\b(?:first|second|third|other|former|latter|cases?)\b)[^0-9$\\]{0,120}\b(?:is|are|has|have|exists?) no"
+    r" (?:(?:real|integer|positive|such|possible) )*(?:solutions?|roots?)[.!]?",
     re.IGNORECASE,
 )
 _UNSURE = re.compile(
-    r"\b(?:or|nor|either|whether|if|and|which|unless|when|but|except|perhaps|maybe|might|may|could|guess|than)\b|\?",
+    r"\b(?:or|nor|either|whether|if|and|which|unless|when|but|except|perhaps|maybe|might|may|could|guess|than"
+    r"|says?|said|claims|claimed|thinks|thought|believes|accuses)\b|\?",
     re.IGNORECASE,
 )
 _WINNER = re.compile(

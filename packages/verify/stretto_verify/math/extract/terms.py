@@ -36,7 +36,8 @@ _CODE = re.compile(  # a formula in marks of code
 )
 _DISPLAYED = re.compile(r"\\begin\{equation\*?\}(.*?)\\end\{equation\*?\}", re.DOTALL)
 _OPTION = re.compile(  # 4, which corresponds to option (C)
-    r"\s([^\s,]*[0-9][^\s,]{0,40}),? (?:(?:which (?:corresponds to|is|matches)|corresponding to)"
+    r"(?:(?<=\b(?:is|be))|(?<=\b(?:are|get))|(?<=[:*]))\s(\$[^$\n]{1,60}\$|[^\s,$\\{}]*[0-9][^\s,$\\{}]{0,40}),?"
+    r" (?:(?:which (?:corresponds to|is|matches)|corresponding to)"
     r" (?:option|choice|answer) \$?\(?([A-J])\)?\$?(?!\w)|\((?:option|choice) ([A-J])\))"
 )
 _IN_PERCENT = re.compile(r"((?<![0-9])\.[0-9]+|/\s?[0-9]+|\}\{[0-9]+\}\$?|\b0\.[0-9]+)\s\(([0-9.]+)\\?%\)")
