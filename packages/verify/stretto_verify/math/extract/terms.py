@@ -46,6 +46,7 @@ _HALF_OF_DAY = re.compile(  # 6:30 in the evening
 )
 _CHANCE = re.compile(rf"\b(?:1|one)([ -])in\1({NUMBER_WORD}|[0-9]+)(?![\w-])")
 _ANSWER = re.compile(r'"(?:final[ _])?answer"\s*:\s*"((?:[^"\\\n]|\\.)*)"', re.IGNORECASE)
+_SIGNED = re.compile(r"(?<=[a-z=:*] )[-−]\$(?=\S)([^$\n+=,<>−-]{1,60})(?<!\s)\$(?![0-9])")  # the answer is -$5$
 _POWER_OF_UNIT = re.compile(r"(?<=[a-z])\$\^\s*(\{?[23]\}?)\s*\$")  # cm$^2$
 _DIGIT = re.compile(r"(?![0-9])\d")
 _MARKS = str.maketrans("٫٬⁄", ".,/")
@@ -101,6 +102,8 @@ def unquoted(text: str) -> str:
         text = _CODE.sub(r"$\1$", text)
     if r"\begin{eq" in text:
         text = _DISPLAYED.sub(r"\[\1\]", text)
+    if "-$" in text or "−$" in text:
+        text = _SIGNED.sub(r"$-\1$", text)
     if "$^" in text:
         text = _POWER_OF_UNIT.sub(r"^\1", text)
     if any(words in text for words in ("i.e.", "that is", "equivalently", "(or ")):
