@@ -118,7 +118,12 @@ def test_all_bad_rows_are_named_together(write: Write, tmp_path: Path) -> None:
 
 BAD_RECIPES: list[tuple[str, list[str], type[StrettoError], str]] = [
     ("an unknown key", ["preferences.betta=1.0"], RecipeError, "preferences.betta: unknown key; did you mean 'beta'?"),
-    ("a section of a run", ["trainer.steps=3"], RecipeError, "override trainer.steps: unknown key; allowed: model, preferences, seed"),
+    (
+        "a section of a run",
+        ["trainer.steps=3"],
+        RecipeError,
+        "override trainer.steps: unknown key; allowed: model, preferences, seed",
+    ),
     ("wild steps", ["preferences.learning_rate=10"], RecipeError, "10; input should be less than or equal to 1"),
     ("no price", ["preferences.beta=0.0"], RecipeError, "preferences.beta: 0.0; input should be greater than 0"),
     ("no pairs", ["preferences.file=nowhere.jsonl"], DataError, "nowhere.jsonl: no such file"),

@@ -7,6 +7,7 @@ import pytest
 
 from stretto.core.errors import EngineLost
 from stretto.core.records import GenerateRequest, Sampling
+from stretto.loop.engines.state import EngineState
 from tests.loop.simulated_guests import Machine, SimulatedClient, handle_of
 
 
@@ -45,3 +46,17 @@ async def test_all_requests_of_an_engine_that_replies_slowly_are_given_up_within
     await handle.give_up()
     assert not handle.open
     assert all("broke off" in str(error) for error in await asyncio.gather(*asked, return_exceptions=True))
+
+
+async def test_what_breaks_off_behind_the_end_of_an_engine_goes_on_undisturbed_at_the_next() -> None:
+    client = SimulatedClient("engine-0", Machine(random.Random(1)), lambda *_: None, version=0)
+    handle = handle_of(client)
+    handle._mark_dead("was killed by SIGKILL")
+    handle.suspect({"0"})  # a connection to another machine ends when it is closed here
+    client.begins(0)
+    handle._becomes(EngineState.UP, 0)
+    answering = asyncio.ensure_future(anext(aiter(client.generate(request("0")))))
+    await asyncio.sleep(0)
+    handle.suspect({"1"})
+    await handle._until_it_replies()
+    assert (await answering).segment.length

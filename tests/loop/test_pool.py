@@ -28,7 +28,6 @@ from stretto.engine.config import EngineConfig
 from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.engines.state import EngineState
 from tests.asynchronous import Test, run_by, until
 from tests.launch.running import wait_until
 from tests.launch.warm import children_of
@@ -366,21 +365,6 @@ def test_an_engine_that_hangs_in_a_load_is_replaced(folder: Path, ordered: Calla
 def test_an_engine_that_never_loads_a_version_ends_the_run_with_its_name(folder: Path) -> None:
     with pytest.raises(RoleDied, match=f"engine-0 {LATE}, 3 times; see the end of "):
         played(folder, lambda fleet: fleet.reach(NEVER), count=1, load=0.3, hung=60.0, engine_restarts=2)
-
-
-async def test_what_breaks_off_behind_the_end_of_an_engine_goes_on_undisturbed_at_the_next() -> None:
-    client = SimulatedClient("engine-0", Machine(random.Random(1)), lambda *_: None, version=0)
-    handle = handle_of(client)
-    handle._mark_dead("was killed by SIGKILL")
-    handle.suspect({"0"})  # a connection to another machine ends when it is closed here
-    client.begins(0)
-    handle._becomes(EngineState.UP, 0)
-    long = msgspec.structs.replace(request("0"), seeds=(8,))
-    answering = asyncio.ensure_future(anext(aiter(client.generate(long))))
-    await asyncio.sleep(0)
-    handle.suspect({"1"})
-    await handle._until_it_replies()
-    assert (await answering).segment.length == 9
 
 
 def test_an_engine_that_dies_too_often_ends_the_run_with_its_name(folder: Path) -> None:
