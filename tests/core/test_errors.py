@@ -68,6 +68,7 @@ def test_all_problems_of_a_file_are_told_at_once() -> None:
 def test_the_remedy_for_an_unknown_name_is_the_nearest_one_or_all() -> None:
     assert nearest("step", ["steps", "seed"]) == "did you mean 'steps'?"
     assert nearest("zzz", ["steps", "seed"]) == "allowed: seed, steps"
+    assert nearest("zzz", ["seed", "Seed"]) == "allowed: Seed, seed"
 
 
 def test_a_copy_that_fails_is_told_by_its_new_file() -> None:

@@ -452,10 +452,10 @@ def naming(place: Path) -> Iterator[None]:
 def nearest(name: str, allowed: Iterable[str], others: str = "allowed") -> str:
     """Text of the remedy for an unknown name: the most similar allowed name, or all allowed names, behind the word
     `others`, if none is similar."""
-    names = {one.casefold(): one for one in sorted(allowed)}
+    names = dict(zip(map(str.casefold, allowed := sorted(allowed)), allowed, strict=True))
     if close := difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.6):
         return f"did you mean {names[close[0]]!r}?"
-    return f"{others}: " + ", ".join(names.values()) if names else ""
+    return f"{others}: " + ", ".join(allowed) if names else ""
 
 
 def several(count: int, one: str, many: str = "") -> str:
