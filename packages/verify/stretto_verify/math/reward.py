@@ -61,6 +61,14 @@ _KIND = re.compile(  # odd function
     r"^(?:segment|line|point|angle|triangle|quadrilateral) (?=[A-Z]{1,4}$)"
     r"|(?<=[a-z]) (?:angle|event|function|graph|matrix|number|sequence|series|triangle)s?\.?$"
 )
+_CONNECTIVES = {
+    re.compile(rf"\\(?:{names})(?![a-zA-Z])|{sign}"): f" {sign} "
+    for sign, names in {"∧": "land|wedge", "∨": "lor|vee", "⇒": "implies|Rightarrow", "⇔": "iff|Leftrightarrow"}.items()
+}
+_LOGIC = re.compile(  # letters joined by connectives
+    r"(?=.*[∧∨⇒⇔])(?:[\sa-zA-Z()\[\]{}$¬~'∧∨⇒⇔]|_\{?[0-9]+|\\(?:neg|lnot|sim|overline|bar|forall|exists|left|right)(?![a-z]))+"
+)
+_OPERATORS = ("=", "×", "÷", "≈", r"\times", r"\cdot", r"\div", r"\approx")
 _BASES = {"binary": "2", "ternary": "3", "octal": "8", "hexadecimal": "16"}
 _BASE = re.compile(r"\b(?:base[\s$-]{0,3}([0-9]{1,2}|[a-z]{3,7})|(binary|ternary|octal|hexadecimal))\b", re.IGNORECASE)
 _COMMA = re.compile(  # three digits are a thousand
@@ -87,6 +95,8 @@ def math(prompt: str, completion: str, answer: str) -> bool:
             if given is None and (word := emphasized(said(completion, prompt))) is not None:
                 given = FinalAnswer(word, certain=True)
             if given is None or not given.text.strip():
+                return False
+            if "boxed" not in completion and _is_unfinished(completion):
                 return False
             if (named := subject(answer)) and is_of_another(named, completion, given.text):
                 return False
@@ -148,6 +158,8 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
     `given` exceeds the limits. False also if `given` only repeats an equation of the question, `prompt`."""
     check_piece(given.text)
     given = _with_point(given, gold)
+    if _is_unfinished(given.text) or _differ_in_connectives(gold.text, given.text):
+        return False
     if is_open(gold.text) != is_open(given.text) or _differ_in_modulus(gold.text, given.text):
         return False
     if compact(_TEXTS.sub(r"\1", spelled(gold.text))) == compact(_TEXTS.sub(r"\1", spelled(given.text))):
@@ -217,6 +229,24 @@ def _differ_in_modulus(gold: str, given: str) -> bool:
         return residue is not None and int(residue[1]) >= int(residue[2])
     one, other = ({found[1] for found in _MODULUS.finditer(text)} for text in (gold, given))
     return bool(one and other) and one != other
+
+
+def _is_unfinished(text: str) -> bool:
+    """Whether the text ends in an operator, behind which something is missing."""
+    end = text[-40:].rstrip("$* \t\n")
+    return end.endswith(_OPERATORS) and end[-2:-1] not in {*"-=+×/<>"}
+
+
+def _differ_in_connectives(gold: str, given: str) -> bool:
+    """Whether `gold` joins letters by connectives, and `given` has others; or its letters are in another order, which
+    matters to an implication and to several kinds of connectives."""
+    for form, sign in _CONNECTIVES.items():
+        gold, given = form.sub(sign, gold), form.sub(sign, given)
+    if _LOGIC.fullmatch(gold) is None:
+        return False
+    last = re.split(r"=|\\equiv", given)[-1]
+    one, other = (re.findall("[∧∨⇒⇔]", text) for text in (gold, last))
+    return one != other or ((len({*one}) > 1 or "⇒" in one) and compact(gold) != compact(last))
 
 
 def _is_worded(found: Node | None) -> bool:
