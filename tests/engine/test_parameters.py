@@ -83,7 +83,8 @@ def test_base_weights_that_the_device_has_no_room_for_are_kept_on_the_host(
         return kept[-1]
 
     monkeypatch.setattr(engine_parameters, "pinned", room)
-    parameters, before = Parameters(made, lambda: spare), made.first.weight.detach().clone()
+    parameters, before = Parameters(made), made.first.weight.detach().clone()
+    parameters.spare = spare
     for scale in (1, 2):
         parameters.load({"first.lora_A": A, "first.lora_B": scale * B})
         assert torch.equal(made.first.weight, before + scale * B @ A)

@@ -79,7 +79,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(folder: Path, data: list[
 
 @pytest.mark.parametrize("loss", [None, "cross_entropy", lambda logprobs, _: sum(one.sum() for one in logprobs)])
 def test_a_batch_without_a_token_in_the_loss_takes_no_step_and_the_loop_goes_on(folder: Path, loss: Any) -> None:
-    """By "mask", a group that two others have overtaken: as in a run, it has a version and no step."""
+    """The third batch is a group that two others have overtaken; all of its tokens are masked."""
     scheduler = stretto.Scheduler([(2, 3)], batch_size=1, group_size=1, max_staleness=1, beyond_bound="mask")
     trainer, told = stretto.Trainer(folder), [stretto.Datum.of((2,), (3,))]
     late = scheduler.admit()

@@ -71,7 +71,7 @@ class NativeEngine:
         use_onednn(model)
         self._cache_bytes, self._has_sampled = config.cache_bytes, False  # whether the last step sampled
         self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)
-        self._parameters = Parameters(model, partial(_spare, self._policy, config.cache_bytes))
+        self._parameters = Parameters(model)
         self._vocab_size = cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
         self._config = config
         layout = self._policy.layout
@@ -108,6 +108,11 @@ class NativeEngine:
         model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
         tokenizer = partial(load_tokenizer, folder)
         return cls(model, config, name=name, detokenizer=tokenizer, grammars=partial(Grammars, tokenizer))
+
+    def _spare(self) -> int | None:
+        """Bytes free on the device after the KV cache at its largest and the working memory of a step; None without a
+        limit."""
+        return spare(self._policy.layout.device, self._cache_bytes - self._policy.bytes_allocated + _WORKING)
 
     @property
     def updates(self) -> int:
@@ -279,6 +284,7 @@ class NativeEngine:
         self._parameters.check(version, tensors)
         self.in_doubt = True
         self._interrupt()
+        self._parameters.spare = self._spare()
         self._parameters.load(tensors)
         self._stale = self._stale_rows()
         self.version = version
@@ -437,9 +443,3 @@ class NativeEngine:
         end = time.monotonic()
         self._busy_seconds += end - start
         self._spans.add(name, start, end, self.version)
-
-
-def _spare(policy: DecodePolicy, cache_bytes: int) -> int | None:
-    """Bytes free on the device after the KV cache at its largest and the working memory of a step; None without a
-    limit."""
-    return spare(policy.layout.device, cache_bytes - policy.bytes_allocated + _WORKING)

@@ -39,13 +39,16 @@ _Shape = tuple[int, ...]
 
 class Parameters:
     """Copies published versions into the parameters of a model. For a layer with adapters it keeps the base weight
-    beside the parameter, which holds the sum."""
+    beside the parameter, which holds the sum.
 
-    def __init__(self, model: nn.Module, spare: Callable[[], int | None] = lambda: None) -> None:
-        """`model`: where `load` copies versions. `spare` returns the bytes free on the device, None without a limit. If
-        base weights to be kept for layers with adapters need more bytes than that, they are kept in host memory and
-        copied back layer by layer."""
-        self._spare, self._beyond = spare, False  # beyond the device
+    `spare`: bytes free on the device, None without a limit; to be set before a load. If base weights to be kept for
+    layers with adapters need more, they are kept in host memory and copied back layer by layer.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """`model`: where `load` copies versions."""
+        self.spare: int | None = None
+        self._beyond = False  # the base weights are beyond the device
         self._torn = False  # a load of all parameters has failed halfway
         self._parameters = dict(model.named_parameters())
         modules = model.named_modules()
@@ -77,8 +80,8 @@ class Parameters:
         self._adapters = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
         weights = {layer: self._parameters[f"{layer}.weight"] for layer in _layers(tensors)}
         new = sum(weight.nbytes for layer, weight in weights.items() if layer not in self._bases)
-        if new and (free := self._spare()) is not None:
-            self._beyond = new > free
+        if new and self.spare is not None:
+            self._beyond = new > self.spare
         for layer, weight in weights.items():
             if layer not in self._bases:
                 self._bases[layer] = pinned(weight).copy_(weight) if self._beyond else weight.clone()
