@@ -6,7 +6,9 @@
 """
 
 import asyncio
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +92,10 @@ def test_requests_of_logits_that_are_not_finite_are_named_and_given_up(folders: 
             engine.step()
         assert broken.value.requests == {"b"}
         assert engine.health().unfinished == before.unfinished
+    replaced = weakref.ref(engine._policy)
     engine.give_up({"b"})
+    gc.collect()
+    assert replaced() is None, "its cache would keep its memory"
     engine.check_integrity()
     ended = drain(engine)
     assert set(ended) == set(expected)
