@@ -370,6 +370,25 @@ def _resumes(results: dict[str, Any]) -> list[Row]:
     ]
 
 
+def _restarts(results: dict[str, Any]) -> list[Row]:
+    """Costs as the code was measured last; beside them the first ones of this machine, if there are earlier ones."""
+    sides = list(results.values())
+    (first, last), roles = (sides[0], sides[-1]), sides[-1]["roles"]
+    whole, load = last["resume"], f"at load {last['load']:.0f}"
+    before = "" if last is first else f"before: {first['resume']['cpu']:.1f}, at load {first['load']:.0f}"
+    ratio = f"× {first['resume']['cpu'] / whole['cpu']:.1f}" if before else ""
+    replaced = ", ".join(f"{name} {role['cpu']:.2f}" for name, role in roles.items())
+    return [
+        Row(
+            f"CPU seconds of a resume to its next step, median of {whole['times']}",
+            f"{whole['cpu']:.1f}, at most {whole['most_cpu']:.1f}, {load}",
+            before,
+            ratio,
+        ),
+        Row("CPU seconds of a killed role to the second step after it", replaced),
+    ]
+
+
 def _ledger(results: dict[str, Any]) -> list[Row]:
     cost, inside = results["summary"]["cost_of_the_file"], results["summary"]["share_inside"]
     ratios = sorted(pair["file"]["seconds"] / pair["memory"]["seconds"] - 1 for pair in results["pairs"])
@@ -407,5 +426,5 @@ SECTIONS: dict[str, dict[str, Make]] = {
     },
     "Weights": {"weights": _weights},
     "Rewards": {"verifier": verifier, "sandbox": _sandbox},
-    "Faults": {"goodput": _goodput, "resumes": _resumes, "ledger": _ledger},
+    "Faults": {"goodput": _goodput, "resumes": _resumes, "restarts": _restarts, "ledger": _ledger},
 }
