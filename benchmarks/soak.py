@@ -11,7 +11,7 @@ resumed. The next fault waits until two steps are on record after the last one. 
 recipe's: every version differs from the one before, but completions do not become much longer or shorter.
 
 A *problem* is a hang (no step within `--hang` seconds), a run that ends by itself, or a broken law. The checker checks
-the whole run after every ten minutes, and once more at the end.
+the whole run after every ten minutes (`--checked-after`), and once more at the end.
 
 *Flat* is judged from samples: every two seconds the resident memory and the open descriptors of each process are read.
 Because processes are replaced all the time, each process gives one number, the median of at least two samples taken
@@ -177,8 +177,8 @@ class Soak:
         self._minute = 0
         self._kills, self._problems = list[Kill](), list[str]()
 
-    def part(self, first: int) -> Part:
-        """Do the minutes from `first` on."""
+    def part(self, first: int, *, checked: bool) -> Part:
+        """Do the minutes from `first` on, with a check at the end if `checked`."""
         began, self._kills, self._problems = time.monotonic(), [], []
         self._minute = first
         if newest_step(self._run_dir) == 0:
@@ -191,9 +191,9 @@ class Soak:
             self._fault()
             self._watch(self._ended, max(0.0, due - time.monotonic()))
             self._go_on()
-        broken = self.check()
+        broken = self.check() if checked else []
         found = inspect_run(self._run_dir)
-        record = Record(first, 0, tuple(self._kills), 1, tuple(broken), None, 0.0)
+        record = Record(first, 0, tuple(self._kills), int(checked), tuple(broken), None, 0.0)
         counts, problems = counted([record])
         counts["minutes"] = _PART
         counts["steps"] = found.steps - before.steps
@@ -365,6 +365,7 @@ def main() -> None:
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--run-dir", type=Path, help="folder of the run (default: a temporary one)")
     parser.add_argument("--hang", type=float, default=100.0, help="seconds without a step")
+    parser.add_argument("--checked-after", type=int, default=_PART, metavar="MINUTES", help="a multiple of ten")
     parser.add_argument("--add", type=Path, default=RESULTS / "soak.json", metavar="FILE", help="what is added to")
     parser.add_argument("--kills", type=Path, default=RESULTS / "kills.json", metavar="FILE", help="the tally of kills")
     parser.add_argument("--show", action="store_true", help="show what there is, and run nothing")
@@ -379,7 +380,8 @@ def main() -> None:
                 turn = read(words.add, "soak").total.get("faults", 0)
                 soak = Soak(going, laboratory, run_dir, words.hang, turn)
                 for _ in range(round(words.hours * 60 / _PART)):
-                    part = soak.part(read(words.add, "soak").next)
+                    first = read(words.add, "soak").next
+                    part = soak.part(first, checked=(first + _PART - 1) % words.checked_after == 0)
                     add(words.kills, "kills", as_kills(part, read(words.kills, "kills")))
                     show(add(words.add, "soak", part))
             broken = soak.check()
