@@ -452,7 +452,8 @@ def overrides_of(reward: object) -> dict[str, Any]:
 
 
 def _check(*, on_step: object, run_dir: object) -> None:
-    """Check the types of arguments that would otherwise fail only after the run has started. Raises RecipeError."""
+    """Check that `on_step` is callable and `run_dir` a path, since a mistake would otherwise show only after the run
+    has started. Raises RecipeError."""
     if on_step is not None and not callable(on_step):
         raise unfit("on_step", on_step, "a function that is called with each step, a stretto.StepMetrics")
     if run_dir is not None and not isinstance(run_dir, str | Path):

@@ -166,7 +166,8 @@ class BestPolicy:
         return self._folder.policies / f"{_CANDIDATE}.{step}"
 
     def _follow(self, step: int, version: int, accuracy: float) -> bool:
-        """Count this evaluation; True if it is better than the best so far by more than `least_gain`, or the first."""
+        """Count this evaluation towards `patience` and `goal`; True if it is the first, or better than the best before
+        by more than `least_gain`, and so the best now."""
         better = self._best is None or accuracy > self._best.accuracy + self._least_gain
         self._since = 0 if better else self._since + 1
         if self._reached < self._goal_holds:  # a goal that was reached stays reached
@@ -176,9 +177,10 @@ class BestPolicy:
         return better
 
     def _recorded(self, earlier: Mapping[int, float]) -> Best | None:
-        """Return the content of ``best.json``; None if the file is missing, or is removed here with ``policy/best``.
-        That happens if it is of none of the evaluations `earlier` (accuracy by step), as after a resume from a step
-        before it, or if its policy is gone."""
+        """Return the content of ``best.json`` at the start; if it is missing, delete ``policy/best`` and return None.
+        Finish a move of the policy that a kill cut short. If the record is of none of the evaluations `earlier`
+        (accuracy by step), as after a resume from a step before it, or its policy is gone, log this, delete both, and
+        return None."""
         record = self._folder.path / _RECORD
         if not record.exists():
             self._drop(BEST)
@@ -263,9 +265,10 @@ class Evaluator:
         return asked_of(self.prompts, self.samples, self.seed)
 
     async def __call__(self) -> Evaluation:
-        """Sample and judge `samples` completions of every prompt, and return the combined result. Each wait inside has
-        a deadline of its own. The prompts are always split into the same requests, so that a repeated evaluation on
-        idle engines computes the same numbers."""
+        """Sample and judge `samples` completions of every prompt, pass them to `keep` and `rows`, and return the
+        combined result. Each wait inside has a deadline of its own. The prompts are always split into the same requests
+        of about 64 completions, four at a time, so that a repeated evaluation on idle engines computes the same
+        numbers."""
         free = asyncio.Semaphore(_PORTIONS_IN_FLIGHT)
         size = max(1, _PORTION // self.samples)
         parts = [self.prompts[start : start + size] for start in range(0, len(self.prompts), size)]
@@ -354,7 +357,8 @@ class PeriodicEvaluation:
         self._running: asyncio.Task[None] | None = None
 
     def due(self, update: Update) -> bool:
-        """Whether an evaluation should start after the step of `update`. False while the previous one is running."""
+        """Whether an evaluation should start after the step of `update`: it is a multiple of `every`, or `minutes` have
+        passed since the last one began. False while one is running."""
         waited = bool(self._seconds) and time.monotonic() - self._started >= self._seconds
         by_steps = bool(self._every) and update.step % self._every == 0
         return (by_steps or waited) and (self._running is None or self._running.done())
@@ -382,8 +386,8 @@ class PeriodicEvaluation:
         self._running = asyncio.create_task(self.evaluate(step))
 
     async def evaluate(self, step: int) -> None:
-        """Evaluate now and record the result under `step`; returns when that is done. Does nothing if an evaluation of
-        `step` is on record."""
+        """Evaluate now, record result and time span under `step`, and let `best` keep the policy if it is the best.
+        Returns when that is done. Does nothing if an evaluation of `step` is on record."""
         if self.has(step):
             return
         start = time.monotonic()

@@ -173,8 +173,9 @@ class TrainerLink:
             await self._announced.wait()
 
     async def _reach(self) -> list[Update]:
-        """Start a process, let it load the last checkpoint, and train the later batches again; returns their updates.
-        Raises RoleDied if the process ends, or after `retire`; RoleFailed and DeadlineExceeded as `_begin`."""
+        """Start a process and its ranks elsewhere, let it load the last checkpoint, and train the later batches again;
+        returns their updates. Without `recovery` it loads the checkpoint of the spec, and the list is empty. Raises
+        RoleDied if the process ends, or after `retire`; RoleFailed and DeadlineExceeded as `_begin`."""
         assert self._spec is not None, "start() comes first"
         folder, recovery = self._spec.checkpoint, self._recovery
         if recovery is not None and (newest := await asyncio.to_thread(recovery.newest, self._version)) is not None:

@@ -42,8 +42,8 @@ def copied(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
 
 
 def spare(device: torch.device, coming: int) -> int | None:
-    """Return the bytes of the GPU that this process may still allocate, minus `coming` bytes to be allocated soon. It
-    may be negative; None on a CPU."""
+    """Return the bytes of the GPU that this process may still allocate (free memory, within the process's memory
+    fraction), minus `coming` bytes to be allocated soon. It may be negative; None on a CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)

@@ -91,9 +91,10 @@ _REMEDY = "use a remote engine for this model (engine.kind), which this trainer 
 
 def check_family(config: PreTrainedConfig) -> None:
     """Check that the attention paths of trainers (packed) and engines (cached) compute what models with this config
-    compute. Families that the tests check (`MEASURED`) pass at once; the first check of another config takes about a
-    CPU second; a family that cannot be made tiny is not checked, and a warning is logged. Raises ModelFolderError if a
-    path computes something else; the message names the family and what differs."""
+    compute. Families that the tests check (`MEASURED`) pass at once. Another config is checked once, in about a CPU
+    second, and remembered in the cache folder if it passes; a family that cannot be made tiny is not checked, and a
+    warning is logged. Raises ModelFolderError if a path computes something else; the message names the family and what
+    differs."""
     text = config.get_text_config()
     if text.model_type in MEASURED:
         return
@@ -212,7 +213,8 @@ def _by_place(texts: Sequence[Any], logits: Tensor) -> Iterator[tuple[int, int, 
 
 
 def _decoded(model: PreTrainedModel, texts: Sequence[Any]) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (text, position, log-probabilities) as `_by_place` does, from steps over the KV cache, token by token."""
+    """Yield (text, position, log-probabilities) as `_by_place` does, from steps over the KV cache, token by token. The
+    first `_STARTED` - 1 tokens of each text are context, and yield nothing."""
     policy = DecodePolicy(model)
     contexts = [Context(text[: _STARTED - 1], (at,)) for at, text in enumerate(texts)]
     for length in range(_STARTED, max(map(len, texts)) + 1):

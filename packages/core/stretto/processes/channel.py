@@ -187,9 +187,9 @@ _LAST_BYTES = 1 << 16  # of a log
 
 
 def run_role(part: Callable[[], None], tell: Callable[[Failed], None]) -> int:
-    """Run `part`, the work of a role's process; returns the process's exit code, 0 also if the conductor is gone. For a
-    StrettoError or OSError, the traceback goes to the role's log, and `tell` is called with the message for the
-    conductor; other exceptions are raised."""
+    """Run `part`, the work of a role's process; returns the process's exit code: 0, also if the conductor is gone;
+    after a StrettoError its own `exit_code`, after an OSError that of RoleFailed. For these two the traceback goes to
+    the role's log, and `tell` is called with the message for the conductor. Other exceptions are raised."""
     try:
         part()
     except ConductorGone:

@@ -54,7 +54,8 @@ class RestartBudget:
         self._in_a_row = 0
 
     def exceeded_by_one_more(self) -> bool:
-        """Count one more death of the role; returns whether it may not be replaced again."""
+        """Count one more death of the role; returns whether it may not be replaced again, because more than `allowed`
+        have now happened within the window, or in a row without progress."""
         now = self._clock()
         self._in_a_row += 1
         if math.isfinite(self._window):
@@ -122,10 +123,11 @@ class Supervisor(Generic[T]):
             return await self.replace(death.how, cause=death.__cause__)
 
     async def replace(self, how: str, *, counted: bool = True, cause: BaseException | None = None) -> T:
-        """Start the role again, until a start succeeds; returns the result of `start`. `how` says how the role ended
-        ("was killed by SIGKILL"). `counted`: False for an end that was not the role's own fault; failed starts
-        afterwards count. Raises RoleDied if its budget is exceeded, or it is no longer wanted; its cause is that of the
-        last failed start, at first `cause`: an OSError says that the machine lacks something."""
+        """Start the role again, until a start succeeds; returns the result of `start`. Each try is logged and waits for
+        the budget's pause. `how` says how the role ended ("was killed by SIGKILL"). `counted`: False for an end that
+        was not the role's own fault; failed starts afterwards count. Raises RoleDied if its budget is exceeded, or it
+        is no longer wanted; its cause is that of the last failed start, at first `cause`: an OSError says that the
+        machine lacks something."""
         while True:
             if not self._wanted():
                 raise RoleDied(self.name, how, self._log) from cause

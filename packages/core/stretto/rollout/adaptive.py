@@ -106,9 +106,10 @@ def mismatch(metrics: Mapping[str, float | None]) -> tuple[float, str] | None:
 def adapted(
     state: AdaptiveBound, step: int, metrics: Mapping[str, float | None], starved: bool, lowest: int, highest: int
 ) -> AdaptiveBound:
-    """The state after the measurements of `step`: the smoothed mismatch follows `metrics`, and the bound may be halved
-    or raised. The state is unchanged if `step` is not newer than the state's, or if no metric that has a limit was
-    measured.
+    """The state after the measurements of `step`: the smoothed mismatch follows `metrics`, and the bound is halved if
+    it exceeds its limit, or raised (by one, or doubled until the first fall) if it is far below. After a change the
+    bound stays for some steps. The state is unchanged if `step` is not newer than the state's, or if no metric that has
+    a limit was measured.
 
     `starved`: no second batch was ready when the step's batch was taken; only then the bound is raised. `lowest`,
     `highest`: limits of the bound.
@@ -171,7 +172,8 @@ class AdaptiveInFlight(Record, frozen=True):
 
     @property
     def reason(self) -> str:
-        """The window's measurements as text."""
+        """The window's measurements as text: mean demand over supply of the fullest engine (`needed`), and preempted
+        completions."""
         lost = f", {several(self.preempted, 'completion')} preempted" if self.preempted else ""
         return f"{self.needed:.2f} of the fullest engine needed{lost}"
 
@@ -190,9 +192,10 @@ def measured(state: AdaptiveInFlight, now: Pressure, ended: int) -> AdaptiveInFl
 
 
 def decided(state: AdaptiveInFlight, engines: int, short: bool, lowest: int, most: int) -> AdaptiveInFlight:
-    """Decide on the limit at the end of a window: returns the state with the next limit and an empty window. The state
-    is unchanged while fewer groups than the limit have ended in the window, or without a reading; a window that is
-    `settling` leaves the limit as it is.
+    """Decide on the limit at the end of a window: returns the state with the next limit and an empty window. The limit
+    falls if many completions were preempted, or some waited for room at every reading. The state is unchanged while
+    fewer groups than the limit have ended in the window, or without a reading; a window that is `settling` leaves the
+    limit as it is.
 
     `engines`: number of engines that take groups. `short`: whether this limit alone holds admission back; only then it
     is raised. `lowest`, `most`: smallest and largest number to choose.

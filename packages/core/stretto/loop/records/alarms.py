@@ -138,8 +138,9 @@ class SlowReward:
         self._seen: deque[tuple[float, float, Mapping[str, float]]] = deque()
 
     def poll(self, now: float, seconds: Mapping[str, float]) -> str | None:
-        """Compare the busy shares of the last 10 seconds, and set `found`. To be called every second; the first 10
-        seconds change nothing.
+        """Compare the busy shares of rewards and of the busiest engine over the last 10 seconds. Set `found` to the
+        reward's name while its workers are nearly always busy and the engine is much less so, else to "". Call it every
+        second; the first 10 seconds change nothing.
 
         Args:
             now: time in seconds, of any clock.

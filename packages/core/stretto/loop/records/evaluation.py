@@ -16,11 +16,12 @@ _Z = 1.959963984540054  # of a 95% interval
 
 
 class QuestionResult(Record, frozen=True):
-    """Results of one question; a line of ``stretto eval --rows``. Each tuple but `versions` has one entry per
-    completion.
+    """Results of one question; a line of ``stretto eval --rows``. `outcomes` to `completions` have one entry per
+    completion; `rewards` None: undecided; `lengths` in tokens.
 
-    `majority`: maj@n, 1 if the most frequent final answer is right, 0 if not, 1 / k in a tie (the function `majority`);
-    None if the reward does not extract final answers.
+    `answer`: the gold answer. `versions`: all that sampled a token, ascending. `parts`: with several rewards, values by
+    name of each decided completion. `majority`: maj@n, 1 if the most frequent final answer is right, 0 if not, 1 / k in
+    a tie (the function `majority`); None if the reward does not extract final answers.
     """
 
     id: str
@@ -90,7 +91,8 @@ class Evaluation(Record, frozen=True):
 
     @classmethod
     def of(cls, results: Sequence[QuestionResult]) -> Evaluation:
-        """Combine the results of all questions: at least one, all with the same number of completions."""
+        """Combine the results of all questions: sums, pass@k and maj@n averaged over questions, and their 95%
+        intervals. There must be at least one, all with the same number of completions."""
         samples = len(results[0].outcomes)
         shares = [result.right / samples for result in results]
         majorities = [result.majority for result in results if result.majority is not None]
@@ -132,8 +134,8 @@ class Evaluation(Record, frozen=True):
         return f"accuracy {self.accuracy:.4f}: {self.right} of {self.samples} right{note}"
 
     def table(self) -> str:
-        """Format the evaluation as several lines: the text of `str`, then a line for each other value, with names on
-        the left."""
+        """Format the evaluation as several lines: the text of `str`, then 95% interval, pass@k and maj@n (with several
+        completions), mean rewards by name, questions, lengths, truncated; with names on the left."""
         low, high = self.ci95
         rows = [("95% interval", f"{low:.4f} to {high:.4f}")]
         if self.per_prompt > 1:

@@ -70,7 +70,8 @@ class Recorder:
         resident: Callable[[], Mapping[str, int]] = dict,
         canary: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """Create the recorder of one process of the run.
+        """Create the recorder of one process of the run. It reads the evaluations on record, and stores totals and
+        verdict counts at each flush of the ledger from now on.
 
         Args:
             work: returns the work of this process's roles since they started.
@@ -308,7 +309,8 @@ class Recorder:
         self._reporter.say(sentence)
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Append time spans of this process's roles to ``spans.jsonl``, and count them in the totals."""
+        """Append time spans of this process's roles to ``spans.jsonl``, shifted to the time axis of the run, and count
+        their work and weight transfers in the totals."""
         placed = [span.shifted(self._span_offset) for span in spans]
         zero, last = self._span_axis
         self._span_axis = zero, max([last, *(span.end for span in placed)])
@@ -317,8 +319,9 @@ class Recorder:
         self._activities = with_activities(self._activities, spans)
 
     def totals(self) -> Totals:
-        """Compute the totals up to now, earlier processes of the run included. Their RL seconds end at the last
-        update. Of this process, no work before `rl_begins` counts."""
+        """Compute the totals up to now, earlier processes of the run included. Their RL seconds end at the last update.
+        Of this process, no work before `rl_begins` counts. Tokens of evaluations count as `evaluated`, not
+        `generated`."""
         earlier = msgspec.structs.replace(
             self._earlier,
             carried=self._carried,

@@ -146,7 +146,8 @@ class Bucket:
         self.free_slots.clear()
 
     def compact(self) -> list[tuple[int, int]]:
-        """Move the last rows into free slots, so that used slots are 0..n-1; returns (row, new slot) of moved rows."""
+        """Copy the last rows' entries into free slots, so that used slots are 0..n-1; returns (row, new slot) of moved
+        rows."""
         self._rows, moved = None, []
         for slot in sorted(self.free_slots):
             while self.owners and self.owners[-1] == FREE:
@@ -239,7 +240,7 @@ class LengthBuckets:
             bucket.clear()
 
     def resize_rows(self, lengths: Ints, entering: Sequence[int]) -> list[Bucket]:
-        """Prepare the slots of a step; returns the buckets that hold rows, in the order of `used`.
+        """Prepare the slots of a step and compact the buckets; returns those that hold rows, in the order of `used`.
 
         Args:
             lengths: [rows] tokens of each row, indexed by row; rows longer than their slot are moved to longer slots.
@@ -260,7 +261,8 @@ class LengthBuckets:
         return self.used()
 
     def compact(self) -> None:
-        """Make the used slots of each bucket contiguous, then free spare slots beyond the budget."""
+        """Make the used slots of each bucket contiguous. Then free spare slots beyond the memory limit, if there is one
+        and rows were placed since the last time."""
         for bucket in self._buckets.values():
             if bucket.free_slots:
                 self._places.update((row, (bucket, slot)) for row, slot in bucket.compact())

@@ -213,7 +213,8 @@ class DecodePolicy:
         return DecodeStep(tokens, positions, packing, tuple(used), entering), order
 
     def _logits(self, step: DecodeStep, last: int) -> Tensor:
-        """Compute the logits after each of the step's last `last` tokens, [last, V], float32."""
+        """Compute the logits after each of the step's last `last` tokens, [last, V], float32: from slot tables where
+        the policy has them (GPU), else bucket by bucket."""
         if self.table_steps is not None:
             return self.table_steps.logits(step, self.forward_of_model, last)
         device = self.layout.device
@@ -236,7 +237,8 @@ def _first_tokens(packed: Sequence[Context], order: Ints) -> Iterator[FirstToken
 
 
 def _without_empty(contexts: Sequence[Context]) -> list[Context]:
-    """List the contexts that have tokens, with `prefix_of` renumbered."""
+    """List the contexts that have tokens, with `prefix_of` renumbered (0 in place of an empty context, which shares
+    nothing)."""
     places = {place: at for at, place in enumerate(k for k, c in enumerate(contexts) if len(c.token_ids))}
     return [
         dataclasses.replace(context, prefix_of=places.get(context.prefix_of, 0))

@@ -66,9 +66,9 @@ class TableSteps:
         self._tile = chosen(f"{name}, triton {triton_version()}", partial(read_seconds, like_KD, heads), record)
 
     def logits(self, step: DecodeStep, forward: Forward, last: int) -> Tensor:
-        """Compute the logits after each of the step's last `last` tokens, [last, V], float32, in memory of their own.
-        For a step without contexts, `last` must be its number of rows. `forward`: the model's forward, the same in
-        every call."""
+        """Compute the logits after each of the step's last `last` tokens, [last, V], float32, in memory of their own. A
+        step with contexts runs eagerly; one without runs as a CUDA graph, padded to a captured size, and `last` must be
+        its number of rows. `forward`: the model's forward, the same in every call."""
         run, rows = partial(self._run, forward, step.contexts, last), step.rows
         if step.contexts is None:
             rows = captured_size(rows)
@@ -125,8 +125,8 @@ class TableSteps:
         return numbers
 
     def _places(self, buckets: Sequence[Bucket], rows: int) -> list[Ints]:
-        """Return the tables of the rows' slots and of the layers' offsets (`_layers`). Both are computed again only if
-        rows have changed their buckets, or a bucket its memory."""
+        """Return the tables of the rows' slots, with a dummy slot for padding rows up to `rows`, and of the layers'
+        offsets (`_layers`). Both are cached until rows change their buckets, or a bucket its memory."""
         now = _Places(rows, [bucket.addresses for bucket in buckets], [len(bucket.owners) for bucket in buckets])
         if self._held is None or not self._held[0].same(now):
             nobodys = slots_of(self._nobodys[0], self._nobodys[1], 1, self._buckets)

@@ -89,8 +89,8 @@ class StepPlan:
     rotated: Callable[..., Tensor] | None = None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Write the step's KV entries of layer number `layer`, and attend: query [1, H, T, D], key and value [1, K, T,
-        D]; returns [1, T, H, D]."""
+        """Attend in layer number `layer`: contexts among themselves, and each row to its slot, into which the step's KV
+        entries are written. query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D], contexts first."""
         q_THD, k_TKD, v_TKD = (x.transpose(1, 2)[0] for x in (query, key, value))
         parts = [rows.attend(layer, q_THD, k_TKD, v_TKD, rule) for rows in self.rows]
         if self.contexts is not None:

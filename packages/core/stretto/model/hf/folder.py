@@ -68,8 +68,8 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 def write_weights(model: PreTrainedModel, parameters: Iterable[tuple[str, Tensor]], folder: Path) -> None:
     """Write `parameters` of `model`, (name, tensor) pairs, to `folder` under the names of a Hugging Face folder, in
-    files of about 1 GiB. At most one file and one layer are in memory. Raises OSError or SafetensorError if the folder
-    cannot be written."""
+    files of about 1 GiB, with an index if there are several. At most one file and one layer are in memory. Raises
+    OSError or SafetensorError if the folder cannot be written."""
     parts: list[tuple[Path, list[str], int]] = []
     for tensors in _files(model, parameters):
         file = folder / f".part-{len(parts)}"
@@ -184,8 +184,8 @@ def save_policy(
     add: Callable[[Path], None] | None = None,
     dtype: str | None = None,
 ) -> None:
-    """Write `model` with the tokenizer of `tokenizer_folder` as a Hugging Face folder at `path`, replacing an older
-    one. The folder is written beside `path` and then renamed.
+    """Write `model`, with all files of `tokenizer_folder` but weights, as a Hugging Face folder at `path`, replacing an
+    older one. The folder is written beside `path` and then renamed.
 
     `parameters`: (name, tensor) pairs written instead of the model's own parameters, for a model that is sharded over
     several processes; one layer of them is in memory at a time. Saved buffers are written beside them, not rounded.
@@ -366,7 +366,7 @@ class FolderWeights:
 
     def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
         """Read the slices `part` (one per axis; empty: the whole) of the parameter `name`, one of `names`, in the
-        folder's dtype."""
+        folder's dtype. A parameter that transformers merges from several tensors (experts) is merged first."""
         (source, pattern), *_ = self._sources[name]
         if pattern is None:
             return self._tensor(source, part)

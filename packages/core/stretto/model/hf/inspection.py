@@ -106,7 +106,8 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """Facts about a model folder, read from its files by `inspect_model_folder`.
+    """Facts about a model folder, read from its files by `inspect_model_folder`. `parameters`: tied matrices count
+    once; `bytes`: size of the weight files; `dtype`: the most common one, or "quantised".
 
     Example: ``ModelFolder(path=..., architecture="Qwen3ForCausalLM", parameters=158_784, bytes=636_008, vocab_size=30,
     context_length=256, layers=3, kv_heads=2, head_dim=32, hidden_size=64, eos_token_ids=(1,), dtype="float32")``
@@ -283,8 +284,9 @@ def read_weights(folder: Path) -> dict[str, TensorHeader]:
 
 
 def weight_files(folder: Path) -> dict[str, Path]:
-    """Return the file of each tensor, by tensor name; empty for a folder without safetensors files. A folder that
-    `inspect_model_folder` has not accepted may raise BrokenHeader."""
+    """Return the file of each tensor, by tensor name: from the index if there is one, else from the files' headers;
+    empty for a folder without safetensors files. A folder that `inspect_model_folder` has not accepted may raise
+    BrokenHeader."""
     index = _read_json(folder / _INDEX, []).get("weight_map")
     if isinstance(index, dict):
         return {name: folder / file for name, file in index.items()}

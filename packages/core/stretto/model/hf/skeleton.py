@@ -41,8 +41,8 @@ def skeleton(path: Path | str, attention: str | None = None) -> PreTrainedModel:
 
 
 def outlined(folder: Path) -> tuple[ModelFolder, PreTrainedConfig]:
-    """Return facts and config of a model from its config.json, for a folder without weights. Raises ModelFolderError if
-    config.json is broken or lacks a field, or transformers cannot create the model."""
+    """Return facts and config of a model from its config.json, for a folder without weights (`bytes` is 0). Raises
+    ModelFolderError if config.json is broken or lacks a field, or transformers cannot create the model."""
     problems: list[Problem] = []
     shape = shape_of(folder, problems)
     if shape is None:

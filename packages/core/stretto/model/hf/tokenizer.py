@@ -52,8 +52,9 @@ class TextGuard:
         self._longest = max(map(len, known), default=0)
 
     def text(self, text: str) -> str:
-        """Guard a text: mark each special token that it contains, each beginning of a special token at its end, and
-        each end of a special token at its start."""
+        """Guard a text, so that `encode_rendered` reads no special token in it: replace, by a mark that can be undone,
+        the first character of each special token, and characters of each beginning of one at the text's end and of each
+        end of one at its start."""
         places = {found.start() for found in self._whole.finditer(text)}
         edges = [0, *chain.from_iterable(found.span() for found in _DIVIDED.finditer(text)), len(text)]
         for start, end in zip(edges[::2], edges[1::2], strict=True):

@@ -290,7 +290,8 @@ def _all_logprobs(
     chunk_logits: int | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute log-probabilities [N] and entropies [N] (None without `entropy`) from hidden states, in chunks of at most
-    `chunk_logits` logits (None: `CHUNK_LOGITS`). `multiply`: applies the output matrix `head`."""
+    `chunk_logits` logits (None: `CHUNK_LOGITS`), which the backward pass computes again, or by a fused GPU kernel.
+    `multiply`: applies the output matrix `head`."""
     weight = cast(Tensor, head.weight)
     rows = rows_of_chunk(hidden_NW.device, len(weight)) if not chunk_logits else max(1, chunk_logits // len(weight))
     if not sampling.filtered and multiply is head and _is_matrix(head) and gpu_logprobs.computes(hidden_NW):

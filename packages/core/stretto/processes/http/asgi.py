@@ -265,8 +265,8 @@ class HostNames:
             self._names |= {socket.gethostname().lower(), socket.getfqdn().lower()}
 
     def has(self, host: str) -> bool:
-        """Whether `host`, a value of Host with or without a port, is an accepted address or name; False if it is
-        malformed."""
+        """Whether `host`, a value of Host with or without a port, is an IP address (on a loopback server only a
+        loopback one) or one of the accepted names; False if it is malformed."""
         try:
             name = urlsplit(f"//{host}").hostname if _AUTHORITY.fullmatch(host) else None
         except ValueError:

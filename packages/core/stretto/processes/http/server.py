@@ -151,7 +151,8 @@ class _BoundedHeads(HttpToolsProtocol):
         self._dropped: int | None = None  # bytes that came after a refusal; None: nothing is refused
 
     def data_received(self, data: bytes) -> None:
-        """Parse the next piece, or drop it after a refusal."""
+        """Parse the next piece; refuse the request if its head is now too large. Drop what comes after a refusal, and
+        close the connection if that is too much."""
         if self._dropped is not None:
             self._dropped += len(data)
             if self._dropped > DROPPED_BYTES:
@@ -213,7 +214,8 @@ class _Protocol(_BoundedHeads):
         super().connection_made(GatheringTransport(transport, self._gathered))
 
     def _noted(self, inner: ASGI3Application) -> ASGI3Application:
-        """Wrap an application so that `_answered` is the request that it answers."""
+        """Wrap an application so that `_answered` is the request that it answers, marked as disconnected if the
+        connection is closing."""
 
         async def app(scope: Any, receive: Any, send: Any) -> None:
             self._answered = cycle = send.__self__
@@ -267,7 +269,8 @@ class HttpServer(uvicorn.Server):
             yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the server and listen on `sockets`, with the limits on strangers; `serve` calls it."""
+        """Start uvicorn's server without sockets, and accept connections on `sockets` itself, so that strangers can be
+        limited; `serve` calls it."""
         await super().startup(None if sockets is None else [])
         self._gathered = Gathered(asyncio.get_running_loop())
         for endpoint in sockets or []:
@@ -277,7 +280,8 @@ class HttpServer(uvicorn.Server):
         self._looking = asyncio.create_task(self._look_after())
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening on `sockets` and end all connections; `serve` calls it."""
+        """Stop listening on `sockets`, close strangers that are not yet uvicorn's connections, and let uvicorn end the
+        others; `serve` calls it."""
         for endpoint in sockets or []:
             asyncio.get_running_loop().remove_reader(endpoint)
         greetings = [stranger.greeting for stranger in self._strangers if stranger.greeting is not None]

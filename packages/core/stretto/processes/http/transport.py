@@ -61,7 +61,7 @@ class GatheringTransport(asyncio.Transport):
         self._parts.append(bytes(data))
 
     def flush(self) -> None:
-        """Pass all waiting data to `inner` now."""
+        """Pass all waiting data to `inner` now, joined; drop it if the connection is closing."""
         parts, self._parts = self._parts, []
         if parts and not self._inner.is_closing():
             self._inner.write(parts[0] if len(parts) == 1 else b"".join(parts))
