@@ -119,7 +119,7 @@ class Checkpoints:
 
     def latest(self, at_most: int | None = None) -> Checkpoint | None:
         """Find the newest complete checkpoint of step `at_most` (None: any step) or earlier; every byte of it is
-        checked. None if there is no checkpoint of these steps.
+        checked. Newer broken ones are named in it. None if there is no checkpoint of these steps.
 
         Raises:
             StoreError: there are such checkpoints, and all are broken (names the fault of each); or their folder is a

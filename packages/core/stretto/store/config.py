@@ -53,7 +53,8 @@ class TokensConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
         return self.tokens == "all" or (self.tokens != "none" and step % self.tokens == 0)
 
     def most_bytes(self, tokens: int) -> int:
-        """Most bytes of the token files of a run that trains on this many `tokens`; 0 if the recipe keeps none."""
+        """Most bytes of the token files of a run that trains on this many `tokens`: of those that it keeps, at most
+        `tokens_gib`; 0 if the recipe keeps none."""
         if self.tokens == "none":
             return 0
         every = 1 if self.tokens == "all" else self.tokens

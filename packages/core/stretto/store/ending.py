@@ -92,7 +92,9 @@ def condition(path: str | Path) -> Condition:
 
 
 def condition_of(folder: Path, ending: Callable[[], Ending | None], log: Callable[[], str]) -> Condition:
-    """Determine the state of the run in `folder`. A branch of `stretto replay` that no process holds is finished.
+    """Determine the state of the run in `folder`: running if a process holds it; else as the ledger's ending says, or
+    else the end of the log; "dead", with the reason, if it failed or its process has vanished. A branch of `stretto
+    replay` that no process holds is finished.
 
     Args:
         ending: reads the ending from the ledger; None: there is none.

@@ -47,7 +47,8 @@ _THROUGH = 1 << 28
 
 
 def _step(group: dict[str, Any], parameters: Sequence[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
-    """Take AdamW's step for `parameters` of one group, with moments on the device. `states`: AdamW's state of each."""
+    """Take AdamW's step for `parameters` of one group. Moments in host memory are moved to the device for it, and back.
+    `states`: AdamW's state of each."""
     device = parameters[0].device
     held = {name: [own(state[name]) for state in states] for name in MOMENTS}
     moments = {name: [to_device(moment, device) for moment in each] for name, each in held.items()}
@@ -116,8 +117,8 @@ class Muon:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Update every matrix that has a gradient, and set its gradient to None, so that an optimizer that runs
-        afterwards skips the matrix."""
+        """Update every matrix that has a gradient by its orthogonalised Nesterov momentum, and set its gradient to
+        None, so that an optimizer that runs afterwards skips the matrix."""
         of_shape: defaultdict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
         for matrix, held in self._matrices:
             if matrix.grad is not None:

@@ -98,9 +98,9 @@ def copied_beside(
     cuda: Any = torch.cuda,
     room: Callable[[Tensor], Tensor] = pinned,
 ) -> Copies:
-    """Queue copies of (name, tensor) pairs to host memory on a stream of their own, and return before they are
-    complete. `forms`: dtype of each copy by name. `cuda`: module with the streams and events of `torch.cuda`; `room`:
-    allocates host memory for a tensor."""
+    """Queue copies of (name, tensor) pairs to host memory, with the `sums` of each, on a stream of their own, and
+    return before they are complete. `forms`: dtype of each copy by name, converted on the device. `cuda`: module with
+    the streams and events of `torch.cuda`; `room`: allocates host memory for a tensor."""
     stream, done, tensors, found = _stream(cuda, device), cuda.Event(), dict[str, Tensor](), dict[str, Tensor]()
     stream.wait_stream(cuda.current_stream(device))  # the version's last update comes first
     with cuda.stream(stream):

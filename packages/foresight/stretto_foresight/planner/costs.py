@@ -306,8 +306,9 @@ class Costs:
     # ── memory ───────────────────────────────────────────────────────────────────────────────────
 
     def memory(self) -> Memory:
-        """Return the GiB needed per device. `trainer`: the estimate of `trainer.memory`. `engine`: its share of the
-        weights. `cache`: what all slots need, but at most `engine.cache_gib` and what the weights leave."""
+        """Return the GiB needed per device, the available ones, and those of one longest completion's cache. `trainer`:
+        the estimate of `trainer.memory`. `engine`: its share of the weights. `cache`: what all slots need, but at most
+        `engine.cache_gib` and what the weights leave."""
         job, shape, layout = self.job, self.job.shape, self.layout
         trainer = self.rank().total
         engine = shape.parameters * BYTES[job.engine.dtype] / layout.tensor

@@ -184,8 +184,8 @@ def _search(
 
 
 def _may_win(one: Costs, found: Sequence[LayoutPrediction], goal: str) -> bool:
-    """Whether the optimistic estimate of a candidate is no worse than the best prediction, in seconds of a step or, for
-    the goal "cost", in device-seconds."""
+    """Whether the optimistic estimate of a candidate is no worse than the best of the predictions `found` (at least
+    one), in seconds of a step or, for the goal "cost", in device-seconds."""
     if goal == "cost":
         best = min(done.step_seconds * (done.engines * done.tensor + done.ranks) for done in found)
         return one.estimate * one.layout.devices <= best

@@ -45,9 +45,9 @@ class ProgramExit:
 
 
 async def run_program(command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> ProgramExit:
-    """Run a program to its end; returns how it ended, with code 127 if there is no such program or it cannot be
-    executed. Its descendants are killed at the end; if the call is cancelled, the program too. There is no deadline.
-    `environment`: all its variables. `folder`: working directory; None: that of this process.
+    """Run a program to its end; returns how it ended and the end of its output, with code 127 if there is no such
+    program or it cannot be executed. Its descendants are killed at the end; if the call is cancelled, the program too.
+    There is no deadline. `environment`: all its variables. `folder`: working directory; None: that of this process.
 
     Raises:
         OSError: the system cannot start any further process, or `folder` does not exist.
@@ -78,8 +78,8 @@ async def run_program(command: Sequence[str], environment: Mapping[str, str], fo
 
 
 async def _printed(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:
-    """Output of the program until the guard ends. Surviving processes of a killed guard may keep the pipe open, so its
-    end is not waited for."""
+    """Yield the program's output in chunks until the guard ends. Surviving processes of a killed guard may keep the
+    pipe open, so its end is not waited for."""
     assert process.stdout is not None
     while True:
         with contextlib.suppress(TimeoutError):

@@ -102,7 +102,7 @@ class Ledger:
     def __init__(
         self, path: Path, config: StoreConfig, clock: Callable[[], float] = time.monotonic, page: int = PAGE
     ) -> None:
-        """Open the ledger at `path`; a new one gets pages of `page` bytes (`schema.page_for`)."""
+        """Open the ledger at `path` and restore its live rows; a new one has `page` bytes a page. Raises StoreError."""
         self._path, self._config, self._clock = path, config, clock
         self._connection = open_for_writing(path, page)
         self._broken: StoreError | None = None
@@ -120,7 +120,7 @@ class Ledger:
             raise StoreError(f"{path}: cannot be read: {error}") from error
 
     def _read_back(self) -> None:
-        """Restore live rows, counts and keys from the file. Raises StoreError if a row is damaged."""
+        """Restore live rows, counts and keys from the file. Raises StoreError for a damaged row or unknown state."""
         for group_id, *columns in self._query(_LIVE):
             row = LiveRow.restored(tuple(columns))
             self._live[trajectory_id(group_id, row.member)] = row
@@ -140,7 +140,7 @@ class Ledger:
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
         """Record that a group with `members` trajectories, ``group_id/0`` and so on, is in flight, admitted at version
-        `admitted_version`. Flushes if ``flush_seconds`` are over. Raises StoreError if the group was issued before."""
+        `admitted_version`. Flushes if ``flush_seconds`` are over. Raises StoreError if the group is live already."""
         key = self._next_key
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")

@@ -306,8 +306,9 @@ class MostInFlight:
         self._begins = True
 
     def issued(self, key: int, members: int) -> dict[str, str]:
-        """Count one more group in flight. Returns ``{IN_FLIGHT: JSON of the fact}`` for the table ``meta`` if the fact
-        has changed, else an empty dict. `key`: of the group; `members`: number of its trajectories."""
+        """Count one more group in flight. Returns ``{IN_FLIGHT: JSON of the fact}`` for the table ``meta`` if this is
+        the highest number since a bound last changed, else an empty dict. `key`: of the group; `members`: number of its
+        trajectories."""
         self._members[key] = members
         if self._begins:
             self._stretches.append((key, 0))

@@ -18,8 +18,8 @@ Line = TypeVar("Line", bound="EvaluationLine")
 
 
 class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
-    """The measurements of one training step (docs/reference/metrics.md). A value that is not finite is null in the
-    file.
+    """The measurements of one training step (docs/reference/metrics.md). `accuracy`: of completions judged since the
+    step before; `reward`, lengths, staleness: of the batch. A value that is not finite is null in the file.
 
     Example::
 

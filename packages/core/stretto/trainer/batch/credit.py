@@ -87,8 +87,9 @@ def advantages_by_path(
 
 
 def rewarded(config: AlgorithmConfig, longest: int, one: ScoredTrajectory, path: ScoredPath) -> RewardedCompletion:
-    """Convert a path of trajectory `one` into the input of a token-level estimator. `longest`: ``sampling.max_tokens``,
-    for reward shaping."""
+    """Convert a path of trajectory `one` into the input of a token-level estimator: the trajectory's shaped reward at
+    the path's end; with credit by turn, the reward of each turn at its end. `longest`: ``sampling.max_tokens``, for
+    reward shaping."""
     tokens = len(path.path.places)
     if config.advantages.credit == "trajectory":
         reward = _shaped(config, longest, one)

@@ -276,7 +276,8 @@ def score_tokens(
 
 
 def _packed_paths(paths: Sequence[PathTokens], places: Sequence[Ints], device: torch.device) -> PackedTokens:
-    """Pack paths for one forward pass. `places`: the positions in each path that get a score."""
+    """Pack paths for one forward pass, with shared prompts except on a GPU. `places`: the positions in each path that
+    get a score; at the one after its end, a filler token is scored."""
     prompts = None if device.type == "cuda" else [path.prompt_tokens for path in paths]
     # After the last token any token is scored: a token more would have a position that learned positions may not have.
     targets = [np.append(path.token_ids, np.int32(0))[wanted] for path, wanted in zip(paths, places, strict=True)]

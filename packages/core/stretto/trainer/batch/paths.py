@@ -109,7 +109,8 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str, evidenc
 
 
 def _mixed(own: Sequence[Segment], evidence: Evidence) -> Ints | tuple[()]:
-    """1 for each token whose context may have KV entries of another version, else 0; empty: none may."""
+    """1 for each token whose context may have KV entries of another version, else 0: all tokens if `evidence` is
+    "none", else those of interrupted segments; empty if it is "all"."""
     if evidence == "all":
         return ()
     return np.repeat(
@@ -178,8 +179,8 @@ def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
 
 
 def turns_of(trajectory: Trajectory, own: Sequence[Segment]) -> tuple[PathTurn, ...]:
-    """The turns of a path, one for each of `own`, its own sampled segments. Where segments have rewards, one without
-    has 0 (`PathTurn`)."""
+    """The turns of a path, one for each of `own`, its own sampled segments. Without rewards of segments, the last turn
+    has the trajectory's and the others 0; with them, a segment without one has 0 (`PathTurn`)."""
     apart = any(segment.reward is not None for segment in trajectory.segments)
     last = 0.0 if apart else trajectory.reward
     rewards = [(last if segment is own[-1] else 0.0) if segment.reward is None else segment.reward for segment in own]

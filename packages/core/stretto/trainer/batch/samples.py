@@ -190,7 +190,8 @@ def _scored(
 
 
 def _weighted(kl: TokenScores, path: str, config: AlgorithmConfig) -> Column:
-    """The weighted KL at each own token of the path with this id; empty if it is not part of the reward."""
+    """The KL at each own token of the path with this id, times `reference.weight`, clipped to ±1e6; empty if it is not
+    part of the reward."""
     if path not in kl or config.reference is None:
         return ()
     with np.errstate(over="ignore"):  # an engine may log any number

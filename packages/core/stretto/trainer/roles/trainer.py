@@ -122,7 +122,8 @@ class TrainerRole:
         return model
 
     def _load(self, folder: Path) -> PreTrainedModel:
-        """Load a model with packed attention. With several ranks it is on the meta device until it is sharded."""
+        """Load a model with packed attention. With several ranks it is on the meta device until it is sharded. Where it
+        may be on a CPU, its matmuls use oneDNN."""
         record, several = self._spec.kernels, self._ranks.count > 1
         if several:
             model = skeleton(folder, PACKED_ATTENTION)
@@ -181,7 +182,7 @@ class TrainerRole:
         self._publishing.start()
 
     def _write_version(self, write: Callable[[], tuple[Canary | None, Span]], version: int) -> None:
-        """Publish a copy by `write`, and tell the conductor the outcome."""
+        """Publish a copy by `write`, and send the conductor `Published`, or `Failed` with the error, whatever it is."""
         try:
             canary, span = write()
             told: Published | Failed = Published(version=version, canary=canary, span=span)
@@ -206,7 +207,8 @@ class TrainerRole:
         return Copied(span=span)
 
     def _write(self, write: Callable[[Path], None], folder: str) -> None:
-        """Write a checkpoint by `write`, and tell the conductor the outcome."""
+        """Write a checkpoint by `write`, and send the conductor `CheckpointSaved`, or `CheckpointFailed` with the
+        error."""
         told: CheckpointSaved | CheckpointFailed = CheckpointSaved(folder=folder)
         try:
             write(Path(folder))
