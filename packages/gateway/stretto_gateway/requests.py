@@ -146,7 +146,8 @@ class SamplingRule:
             raise RefusedRequest("tool_choice", repr(choice[:80]), allowed)
 
     def unapplied(self, request: ChatRequest) -> tuple[str, ...]:
-        """List the sampling options of a request that this server ignores, by their names in Chat Completions."""
+        """Names (of Chat Completions) of the request's options that this server ignores. An option that asks for the
+        server's default does not count."""
         options, followed = request.options, self.forms is not None
         forced = followed and bool(request.tools) and _forced(options)
         ignored = {

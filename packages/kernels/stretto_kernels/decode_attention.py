@@ -74,7 +74,8 @@ def _vectors_at(builder: Any, address: Any, kind: int, count: int, paired: bool)
 
 
 def _write_scores(builder: Any, wanted: Any, *places: Any) -> None:
-    """Generate the code of `_scores`, for each kind of arithmetic; `wanted` selects one when the code runs."""
+    """Generate the code of `_scores`, which writes the products of a query with LANES keys to `out`: a branch for each
+    kind of arithmetic. `wanted` selects one when the code runs."""
     query, keys, gap, vectors, out, ahead = places
     floating = code.ir.VectorType(code.ir.FloatType(), LANES)
     for kind in KINDS:
@@ -96,8 +97,8 @@ def _write_scores(builder: Any, wanted: Any, *places: Any) -> None:
 
 
 def _write_mix(builder: Any, wanted: Any, heads: Any, vectors: Any, *places: Any) -> None:
-    """Generate the code of `_mix`, for each kind, number of heads, and number of vectors of memory; the arguments
-    select one."""
+    """Generate the code of `_mix`, which adds weighted values to heads' totals: a branch for each kind, number of
+    heads, and number of vectors of memory. The arguments select one."""
     values, gap, count, weights, stride, totals, total_stride, ahead = places
     floating = code.ir.VectorType(code.ir.FloatType(), LANES)
     for half, own, most in product((0, 1), (1, 2), (1, 2, 4)):
@@ -189,9 +190,10 @@ def _attend(
     query: Any, new: Any, cache: Any, out: Any, ends: Any, shape: Any, window: Any, scaling: Any, softcap: Any,
     kind: Any,
 ) -> None:  # fmt: skip
-    """Row r attends to the positions ends[r] - window <= p < ends[r] of slot r. `new` and `cache` are (address of keys,
-    address of values); if the address of new keys is 0, no entries are appended. `shape`: (rows, query heads, key
-    heads, slot length, head width). `kind`: FLOAT, or NARROW for bfloat16.
+    """Write to `out` the attention of row r to the positions ends[r] - window <= p < ends[r] of slot r. `new` and
+    `cache`: (address of keys, address of values). New entries are first written at ends[r] - 1, unless their keys have
+    the address 0. `shape`: (rows, query heads, key heads, slot length, head width). `kind`: FLOAT, or NARROW for
+    bfloat16.
 
     Entries are read in place. Where they do not fill vectors, or a slot is shorter than LANES, blocks of them are
     copied to `spare`, with zeros behind each."""

@@ -44,7 +44,8 @@ def _largest(logits_V: Any) -> Any:
 
 @inlined
 def _place(logits_V: Any, top: Any, sums: Any, target: Any) -> Any:
-    """The first token at which the cumulative weight exceeds `target`. `sums`: weight of each block."""
+    """The first token at which the cumulative weight exceeds `target`; if rounding leaves none, the last token of the
+    block with weight. `sums`: weight of each block."""
     before, block = 0.0, U(0)
     while before + sums[block] <= target and block + U(1) < U(len(sums)):
         before += sums[block]

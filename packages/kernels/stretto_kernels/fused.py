@@ -79,8 +79,8 @@ def rotate_head(head: Any, cos: Any, sin: Any, out: Any, at: Any) -> None:
 def _rotate(
     x: Any, weight: Any, cos: Any, sin: Any, places: Any, out: Any, rows: Any, heads: Any, width: Any, eps: Any
 ) -> None:
-    """Norm and rotate the heads of all rows. All tensors are given by address; `weight` 0: no norm. `places`: int64,
-    for each row its row of `cos` and `sin`; address 0: the row itself."""
+    """Write the heads of all rows to `out`, normed and rotated. All tensors are given by address; `weight` 0: no norm.
+    `places`: int64, for each row its row of `cos` and `sin`; address 0: the row itself."""
     size = rows * heads * width
     xs, weights, outs = floats(x, size), floats(weight, width), floats(out, size)
     head, rows_of_angles = np.empty(width, np.float32), integers(places, rows)

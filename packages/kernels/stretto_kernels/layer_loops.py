@@ -140,8 +140,8 @@ def _heads(width: int) -> Any:
         first: Any, end: Any, part: Any, x: Any, begin: Any, stride: Any, weight: Any, cos: Any, sin: Any, out: Any,
         heads: Any, eps: Any, half: Any,
     ) -> None:  # fmt: skip
-        """Norm and rotate a thread's rows (`over`) of heads, which start at column `begin` of rows of `stride` numbers.
-        `weight` 0: no norm."""
+        """Write a thread's rows (`over`) of heads to `out`, normed and rotated. In x, heads start at column `begin` of
+        rows of `stride` numbers. `weight` 0: no norm."""
         weights = floats(weight, width)
         coss, sins = np.empty(width, np.float32), np.empty(width, np.float32)
         head, turned = np.empty(width, np.float32), np.empty(width, np.float32)

@@ -126,7 +126,8 @@ def number(value: int) -> Any:
 
 
 def _tile(builder: Any, places: list[Any], rows: int, panels: int, kind: int) -> None:
-    """Generate the code of a tile of `rows` rows and `panels` panels. `places`: the arguments of `tile` from `x` on."""
+    """Generate the code that writes bias + x · weights for a tile of `rows` rows and `panels` panels. `places`: the
+    arguments of `tile` from `x` on."""
     half = kind != FLOAT
     x, stride, weight, panel, depth, bias, out, out_stride, ahead, pace = places
     floating = code.ir.VectorType(code.ir.FloatType(), LANES)
@@ -167,7 +168,7 @@ def write_sums(builder: Any, sums: list[list[Any]], rows: list[Any], half: bool)
 
 
 def _write(builder: Any, numbers: Any, address: Any, half: bool) -> None:
-    """Store a vector at an address; with `half` as bfloat16, rounded to nearest, ties to even."""
+    """Generate the store of a vector at an address; with `half` as bfloat16, rounded to nearest, ties to even."""
     ir = code.ir
     if half:
         whole = ir.VectorType(ir.IntType(32), LANES)
@@ -250,7 +251,8 @@ def _biases(bias: Any, panels: Any, width: Any, half: Any) -> Any:
 
 @compiled
 def _multiply(x: Any, weight: Any, bias: Any, out: Any, rows: Any, depth: Any, width: Any, kind: Any) -> None:
-    """Multiply inputs [rows, depth] by a weight in panels; tensors are given by address. `bias` 0: none is added."""
+    """Write inputs [rows, depth] times a weight in panels to `out`; tensors are given by address. `bias` 0: none is
+    added."""
     half, step = kind != FLOAT, 2 if kind == PAIRED else 1  # inputs that are multiplied at once
     size, panels = 2 if half else 4, (width + WIDE - 1) // WIDE
     panel, added, spare = WIDE * depth * size, _biases(bias, panels, width, half), np.empty(ROWS * WIDE, np.float32)

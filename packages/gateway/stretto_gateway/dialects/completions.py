@@ -19,7 +19,7 @@ _USUAL_TOKENS = 16  # OpenAI's default
 
 
 class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body of POST /v1/completions."""
+    """Body of POST /v1/completions. `echo`, `suffix` and `best_of` are refused unless without effect."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: TopLogprobs | None = None

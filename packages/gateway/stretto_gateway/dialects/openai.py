@@ -263,7 +263,7 @@ class ChoiceDialect(OpenAIDialect):
 
 
 def error_of(why: NotServed) -> dict[str, Any]:
-    """Error object in OpenAI's format, with the message, type, field (`param`) and code of `why`."""
+    """Error object in OpenAI's format: message, field (`param`) and code of `why`, and a type by its status."""
     kind = "server_error" if why.status >= 500 else "rate_limit_error" if why.status == 429 else "invalid_request_error"
     return {"message": why.message, "type": kind, "param": why.field or None, "code": why.code or None}
 

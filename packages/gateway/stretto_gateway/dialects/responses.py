@@ -70,7 +70,8 @@ Content = str | list[Part]
 
 
 class Item(Record, frozen=True):
-    """One item of the input. Its type decides which fields are required."""
+    """One item of the input. Required: role and content of a message; `call_id`, name and arguments of a call;
+    `call_id` and output of a call's result; nothing of a reasoning item."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Role | None = None
@@ -269,7 +270,8 @@ def _echoed(body: ResponsesBody) -> dict[str, Any]:
 
 
 def _items(turn: SampledTurn) -> list[dict[str, Any]]:
-    """Items of a turn, as JSON objects; the last item of a truncated turn has the status "incomplete"."""
+    """JSON items of a turn: its reasoning, its text (left out if there are only calls), its calls. The last item of a
+    truncated turn has the status "incomplete"."""
     message, items = turn.message, list[dict[str, Any]]()
     if message.reasoning:
         thought = [{"type": "reasoning_text", "text": message.reasoning}]
@@ -293,7 +295,8 @@ def _items(turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def _response(request: ChatRequest, turn: SampledTurn, items: Sequence[dict[str, Any]] | None) -> dict[str, Any]:
-    """Response object, as JSON. `items`: its output; None for the first events of a stream."""
+    """Response object, as JSON. `items`: its output; None for the first events of a stream, with the status
+    "in_progress" and without usage."""
     cut = turn.stop_reason is StopReason.LENGTH
     status = "in_progress" if items is None else "incomplete" if cut else "completed"
     return {

@@ -210,8 +210,8 @@ class RemoteEngine:
             self.break_off()
 
     async def _abort(self) -> NoReturn:
-        """Make the engine abort what clients have left, again until it has replied. While requests are open, it is
-        asked now and then without that, since one whose event loop hangs goes on sending heartbeats."""
+        """Loop: make the engine abort the requests that clients have left; repeated until the engine has replied.
+        While requests are open, it is also called without any to abort: an engine that hangs still sends heartbeats."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._seconds / _LOOKS):

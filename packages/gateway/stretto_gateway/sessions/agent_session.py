@@ -324,8 +324,8 @@ class AgentSession:
         return blake2b(f"{self.id}\0{node}\0{call}".encode(), digest_size=12).hexdigest()
 
     def _history(self, request: ChatRequest) -> tuple[Message, ...]:
-        """Whole history of a request. If it refers to an earlier reply by id, the history of that reply is put in
-        front; RefusedRequest for an unknown id."""
+        """Whole history of a request. If it refers to an earlier reply by id, that reply's history is put in front,
+        with the request's system message if it has one. RefusedRequest for an unknown id."""
         history = request.messages
         if request.previous:
             before = self._bridge.turn(request.previous)

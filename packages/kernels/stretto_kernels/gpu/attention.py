@@ -122,7 +122,8 @@ def _write(
     BLOCK_W: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program (w, k) copies the KV entries of some tokens, for one key head, to their rows' slots."""
+    """Program (w, k) copies the KV entries of a block of written tokens, for key head k, to their rows' slots.
+    `writes_W3`: (token, row, place in the slot)."""
     numbers_W, head = tl.program_id(0) * BLOCK_W + tl.arange(0, BLOCK_W), tl.program_id(1)
     there_W = numbers_W < count
     tokens_W = tl.load(writes_W3 + 3 * numbers_W, mask=there_W, other=0)

@@ -143,7 +143,8 @@ def _reach(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (r, p): the number of tokens of part p of row r within each distance; without top-k their weight too."""
+    """Program (r, p), if row r has top-k or top-p: stores the number of tokens of part p within each distance of the
+    largest logit; without top-k their weight too."""
     row, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     top = _top(tops_RP, row, parts, PARTS)
     if _ranked(settings_R5, row, top):
@@ -375,8 +376,8 @@ def _find(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program r draws the token of row r and stores it with its log-probability; token 0 and NaN if the row is no
-    distribution (`_top`)."""
+    """Program r draws the token of row r (greedy: the first of the largest logit) and stores it with its
+    log-probability among the tokens that filters leave; token 0 and NaN if the row is no distribution (`_top`)."""
     row, places_P = tl.program_id(0), tl.arange(0, PARTS)
     logits_V = logits_RV + row.to(tl.int64) * stride
     divisor, greedy = _degree(settings_R5, row)
@@ -443,8 +444,8 @@ def draw_on_device(
 
 
 def _launched(logits_RV: Tensor, settings_R5: Tensor, filtered: bool, ranked: bool) -> Tensor:
-    """Launch the kernels of a draw; returns [R, 2]. `filtered`: whether a row has filters; `ranked`: whether one has
-    top-k or top-p."""
+    """Launch the kernels of a draw; returns [R, 2]: token, log-probability. `filtered`: whether a row has filters;
+    `ranked`: whether one has top-k or top-p."""
     count, size = logits_RV.shape
     block = min(_BLOCK, triton.next_power_of_2(size))
     parts = triton.cdiv(size, block)

@@ -162,8 +162,8 @@ def _enter(
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (w, h): query head h of written token w; or, for h from `HEADS` on, a key head; or a value head. Keys and
-    values go to the token's place in its row's slot."""
+    """Program (w, h) norms and rotates query head h of written token w, into `out_THD`; for h from `HEADS` on, a key
+    head, or copies a value head. Keys and values go to the token's place in its row's slot."""
     token = tl.load(writes_W3 + 3 * tl.program_id(0))
     slot = slots_R4 + 4 * tl.load(writes_W3 + 3 * tl.program_id(0) + 1)
     inside_slot = tl.load(writes_W3 + 3 * tl.program_id(0) + 2) * 2 * HALF
@@ -198,7 +198,7 @@ def _gate(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (t, b): the gate's result for block b of token t."""
+    """Program (t, b) writes silu(asked) · up for block b of token t to `out_TN`."""
     token, inside_N = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_N = inside_N < WIDTH
     kind = asked_TN.dtype.element_ty
@@ -215,7 +215,7 @@ def _tokens(x: Tensor) -> Tensor:
 
 
 def _normed(x: Tensor, y: Tensor | None, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + y, and its RMS norm; without `y`, the norm of x twice."""
+    """(x + y, its RMS norm); without `y`, the norm of x in both places."""
     x_TN, y_TN = _tokens(x), _tokens(x if y is None else y)
     out, width = x.new_empty(x.shape), len(weight_N)
     total = out if y is None else x.new_empty(x.shape)

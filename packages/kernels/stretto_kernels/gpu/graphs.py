@@ -57,7 +57,7 @@ class Inputs:
 
     @classmethod
     def like(cls, arrays: Sequence[Ints], device: torch.device) -> Inputs:
-        """Allocate tensors of zeros with the shapes of these arrays."""
+        """Allocate int64 tensors of zeros with the shapes of these arrays, as parts of one buffer."""
         # Two numbers are 16 bytes: Triton recompiles a kernel for pointers of lower alignment.
         sizes = [-(-array.size // 2) * 2 for array in arrays]
         buffer = torch.zeros(sum(sizes), dtype=torch.int64, device=device)

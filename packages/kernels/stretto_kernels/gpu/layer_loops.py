@@ -114,8 +114,8 @@ def _heads(
     BLOCK_H: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """Program (t, b) norms and rotates a block of heads of token t: of queries first, then of keys. A head's lower and
-    upper half are two tiles, since rotation pairs them."""
+    """Program (t, b) writes a block of token t's heads, normed and rotated, to `out`: queries first, then keys. A
+    head's lower and upper half are two tiles, since rotation pairs them."""
     HALF: tl.constexpr = WIDTH // 2
     BLOCKS: tl.constexpr = (QUERIES + BLOCK_H - 1) // BLOCK_H  # of queries
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -237,7 +237,8 @@ def _gate(both: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.conste
 def _gate_back(
     both: tl.tensor, gradient: tl.tensor, out: tl.tensor, backs: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
-    """Program (t, b) computes a block of row t: the gradients of gate and up, and the gate's result once more."""
+    """Program (t, b) writes a block of row t: the gradients of gate and up, side by side, to `backs`, and the gate's
+    result once more to `out`."""
     columns_I = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_I, to_I = columns_I < WIDTH, tl.program_id(0).to(tl.int64) * WIDTH + columns_I
     at_I = tl.program_id(0).to(tl.int64) * (2 * WIDTH) + columns_I

@@ -92,8 +92,8 @@ def _back(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (n, b) writes the gradient of a block of row n. `CHOSEN`: log-probabilities have a gradient; `ENTROPY`:
-    entropies have one."""
+    """Program (n, b) writes the gradient of a block of row n over its logits. `CHOSEN`: log-probabilities have a
+    gradient; `ENTROPY`: entropies have one."""
     row, columns_B = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at_B, real_B = row.to(tl.int64) * vocabulary + columns_B, columns_B < vocabulary
     z_B = tl.load(logits + at_B, mask=real_B, other=float("-inf")).to(tl.float32)

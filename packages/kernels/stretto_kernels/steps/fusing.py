@@ -240,7 +240,8 @@ def _product(node: Node, constants: Mapping[Node, Any]) -> _Product | None:
 
 
 def _join(graph: Graph, constants: dict[Node, Any], products: Sequence[_Product]) -> None:
-    """Replace products of one input and one `kind` by one product."""
+    """Replace products of one input and one `kind` in the graph by the parts of one product, whose joined weights
+    become new `constants`."""
     first = products[0].node
     joint = [_joined([product.weight for product in products])]
     if products[0].bias is not None:

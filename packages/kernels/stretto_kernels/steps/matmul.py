@@ -231,8 +231,8 @@ def fits(kernel: str, dtype: torch.dtype) -> bool:
 
 @torch.inference_mode()
 def measure(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> KernelChoice:
-    """Time the kernels for a few numbers of tokens, which takes milliseconds; returns the fastest kernel, or ``linear``
-    if none gains enough. `shape`: [N, K] of the weight."""
+    """Time the kernels for a few numbers of tokens, which takes milliseconds; returns the fastest kernel and the number
+    of tokens from which on it is used, or ``linear`` if none gains enough. `shape`: [N, K] of the weight."""
     tokens = _tokens(kernels)
     copies = max(1, min(8, _COLD_BYTES // (math.prod(shape) * dtype.itemsize)))
     plain = [torch.randn(shape).to(dtype) for _ in range(copies)]
