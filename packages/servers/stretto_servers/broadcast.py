@@ -69,7 +69,8 @@ class SglangOrders:
         return "/begin_weight_update", {}
 
     def receive(self, tensors: Named, version: int | None) -> Order:
-        """Make the request to receive these tensors. `version`: None except for the last tensors of an update."""
+        """Make the request to receive these tensors. `version`: None except for the last tensors of an update, which
+        give the server's weights this name and may clear its cache."""
         names, dtypes, shapes = _described(tensors)
         order: dict[str, object] = {"names": names, "dtypes": dtypes, "shapes": shapes, "group_name": self.group}
         order["flush_cache"] = self.flush_cache and version is not None

@@ -142,7 +142,7 @@ def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
 
 def disk_filling(found: Evidence) -> Iterator[Alarm]:
     """Yield an alarm if free disk space is less than the remaining steps will write at the rate so far, or less than 1
-    GiB. None if the run is not running or has no step."""
+    GiB. No alarm if the run is not running or has no step."""
     if found.disk is None or not len(found.steps):
         return
     done = int(found.steps[-1])

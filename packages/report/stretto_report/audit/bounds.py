@@ -47,8 +47,8 @@ class Bounds:
 
 
 def read_bounds(recipe: Path) -> Bounds:
-    """Read the bounds of a run from its recipe, the file `recipe.toml`. Raises StoreError if the recipe is missing,
-    damaged or incomplete."""
+    """Read the bounds of a run from its recipe, the file `recipe.toml`; "auto" is read as its lowest value. Raises
+    StoreError if the recipe is missing, damaged or incomplete."""
     try:
         rollout = tomllib.loads(recipe.read_text(encoding="utf-8"))["rollout"]
         number = {name: float(value) for name, value in rollout.items() if isinstance(value, (int, float))}

@@ -38,7 +38,7 @@ class Parting(Record, frozen=True):
 
 def diff_runs(first: str | Path, second: str | Path) -> Parting:
     """Compare two runs step by step, up to the first difference: batches, measurements but times, and the weights of
-    the policies that both have kept.
+    the policies that both have kept. A run that ends earlier differs there.
 
     Raises:
         RunFolderError: one folder holds no run.

@@ -80,7 +80,8 @@ def nothing_is_trained_twice(history: History) -> Iterator[str]:
 
 
 def _placed(name: str, placed: list[tuple[int, int]], trajectories: tuple[RecordedTrajectory, ...]) -> Iterator[str]:
-    """Yield a sentence for each breach in one group. `placed`: member and step, for each time that a batch has it."""
+    """Yield a sentence for each member of group `name` that is in several batches, or whose batch and row disagree.
+    `placed`: member and step, for each time that a batch has it."""
     rows = {(one.member, one.trained_step) for one in trajectories if one.state == "trained"}
     times = Counter(member for member, _ in placed)
     yield from (f"{name}/{member} is in {count} batches" for member, count in times.items() if count > 1)

@@ -59,8 +59,8 @@ def rows_of(path: Path) -> Iterator[bytes]:
 
 
 def _read_series(path: Path) -> _Series:
-    """Read a JSON-lines file, whatever is in it: faulty lines are counted, none is an error. Without a file, nothing is
-    counted."""
+    """Read the compared fields of a JSON-lines file, whatever is in it: faulty and repeated lines are counted, none is
+    an error. Without a file, nothing is counted."""
     rows, seen = list[Mapping[str, Any]](), set[int]()
     broken, repeated, torn = 0, 0, False
     for line in rows_of(path):

@@ -163,8 +163,9 @@ class _Lanes:
         self._open: list[list[int]] = []  # by lane: ends of the enclosing events, outermost first
 
     def place(self, begin: int, end: int) -> tuple[int, bool]:
-        """Take the next event, from `begin` to `end` in nanoseconds; return its lane (counted from 1), and whether the
-        lane is new. Events must come ordered by begin, of those with the same begin the longer ones first."""
+        """Take the next event, from `begin` to `end` in nanoseconds. Return its lane, the first (from 1) whose running
+        events have ended or contain it, and whether the lane is new. Events must come ordered by begin, of those with
+        the same begin the longer ones first."""
         for number, ends in enumerate(self._open, start=1):
             while ends and ends[-1] <= begin:
                 ends.pop()

@@ -147,8 +147,9 @@ class RunFollower:
     """Passes new lines of a run's records to one outlet, and writes the cursor file."""
 
     def __init__(self, folder: Path, path: Path, cursor: Cursor, outlet: Outlet, beat: Callable[[], None]) -> None:
-        """Continue after `cursor`, and write the cursor to the file `path`, now and whenever it changes. `folder`: the
-        run folder. `beat` is called each time the tool has taken a portion of points."""
+        """Continue after `cursor` and after the steps that `outlet` has already (`had`). The cursor is written to the
+        file `path`, now and whenever it changes. `folder`: the run folder. `beat` is called each time the tool has
+        taken a portion of points."""
         run = RunFolder(folder)
         self._outlet, self._path, self._beat = outlet, path, beat
         self._metrics, self._samples = LineFollower(run.metrics, METRICS), LineFollower(run.samples, _SAMPLES)

@@ -333,7 +333,8 @@ class _Scores:
         )
 
     def fill(self, start: int, rows_PV: Tensor) -> None:
-        """Add the positions from `start` on, of which `rows_PV` are the log-probabilities of the whole vocabulary."""
+        """Add to `found` what the wish asks of the positions from `start` on. `rows_PV`: their log-probabilities of the
+        whole vocabulary."""
         found, late = self.found, max(0, self._wish.first - start)
         if late < len(rows_PV):
             self._fill_own(start + late, rows_PV[late:])

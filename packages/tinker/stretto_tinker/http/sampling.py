@@ -50,8 +50,8 @@ class SamplingHandlers:
         return told({"type": "create_sampling_session", "sampling_session_id": id})
 
     def _weights(self, path: str | None, base: str | None, owner: str) -> str | None:
-        """Check the weights that a client requests; returns their path, None for the base model. Raises NotServed or
-        RefusedRequest if they do not exist, or cannot be sampled from."""
+        """Check the weights that a client requests; returns `path`, or None for the base model (no `path`). Raises
+        NotServed or RefusedRequest if they do not exist or cannot be sampled from, or both are None."""
         self._service.knows(base)
         if path is None:
             if base is None:

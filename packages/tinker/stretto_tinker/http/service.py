@@ -91,7 +91,7 @@ class Service:
         self.secret = record.fact("secret", secrets.token_hex())
 
     def owner(self, key: str) -> str:
-        """Id of the client with this API key.
+        """Id of the client with this API key, made from the key; a server without keys of its own accepts any.
 
         Raises:
             NotServed: 401 if the key is missing or wrong.

@@ -151,7 +151,8 @@ class Training:
         return self._service.record.request(id) or Asked(id, row.id, named.seq_id, call.owner, "", None)
 
     def _refused(self, call: Call, raw: bytes, error: RefusedRequest | NotServed) -> Response:
-        """Record a refusal as the result of the request's number; raise `error` if the body does not name one."""
+        """Record a refusal as the result of the request's number, and reply that the request is accepted; raise `error`
+        if the body does not name a number."""
         if (named := self._named(call, raw)) is None:
             raise error
         self._service.model(named.lane, call.owner)

@@ -54,8 +54,8 @@ class _SearchCursor(msgspec.Struct, frozen=True):
 
 
 class SearchSessions(msgspec.Struct, frozen=True):
-    """Body of ``sessions/search``. A criterion that is None, or left out, matches every session. `limit`: most sessions
-    in the reply; None: 50"""
+    """Body of ``sessions/search``. A criterion that is None, or left out, matches every session. `project_ids` are
+    refused. `limit`: most sessions in the reply; None: 50"""
 
     display_name: str | None = None
     session_id: str | None = None

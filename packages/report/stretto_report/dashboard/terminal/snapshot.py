@@ -24,7 +24,7 @@ class Trend:
         self._sum, self._count = 0.0, 0  # of the values behind the last mean
 
     def add(self, value: float | None) -> None:
-        """Add the next value; None and values that are not finite are skipped."""
+        """Add the next value, to the last mean that is not complete; None and values not finite are skipped."""
         if value is None or not math.isfinite(value):
             return
         self._sum, self._count = self._sum + value, self._count + 1

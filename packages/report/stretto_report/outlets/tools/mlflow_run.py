@@ -37,8 +37,8 @@ class MlflowRun:
         self._config: Mapping[str, Value] | None = about.config  # until MLflow has it
 
     def _begin(self) -> None:
-        """Log the settings at the first call; later calls do nothing. The cursor has the run id by then, so an error
-        here does not create a new run at each attempt."""
+        """Log the settings that the run does not have yet, and mark it as running, at the first call; later calls do
+        nothing. The cursor has the run id by then, so an error here does not create a new run at each attempt."""
         if self._config is None:
             return
         self._client.update_run(self.run, status="RUNNING")

@@ -173,11 +173,11 @@ class Curves(Record, frozen=True):
 def curves(
     steps: Steps, trained: Column, names: Sequence[str], first: int | None, last: int | None, points: int
 ) -> Curves:
-    """Return the series `names` between the steps `first` and `last` (inclusive; None: no limit), averaged to at most
-    `points` points.
+    """Return the series `names` between the steps `first` and `last` (inclusive; None: no limit): mean,
+    least and greatest over equal numbers of steps, at most `points`. A point's x values are those of its last step.
 
     Args:
-        trained: number of trajectories trained in each step, [steps].
+        trained: number of trajectories trained in each step, [steps]; for the count of trajectories.
 
     Raises:
         KeyError: there is no such series.

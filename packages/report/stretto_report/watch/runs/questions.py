@@ -77,8 +77,9 @@ class PromptTexts:
         self._hashes = array("q")  # hashes of the texts of the first prompts
 
     def advance(self) -> bool:
-        """Read about a megabyte more; return whether there is more. False if there is no file. Raises StoreError if the
-        file is no regular file, or cannot be opened."""
+        """Read about a megabyte more, from the beginning if the file was replaced; return whether there is more. False
+        if there is no file. Unreadable lines are skipped. Raises StoreError if it is no regular file or cannot be
+        opened."""
         try:
             descriptor = open_plain(self._path)
         except FileNotFoundError:

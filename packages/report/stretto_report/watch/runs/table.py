@@ -242,7 +242,8 @@ class Table:
         return self._orders[key]
 
     def _sortable(self, name: str) -> tuple[Column, Column]:
-        """Return the sort keys of a column, and whether each row lacks a value; both [rows]."""
+        """Return the sort keys of a column (of words: ranks in the alphabet), and whether each row lacks a value; both
+        [rows]."""
         if name in ("state", "verdict"):
             codes = self._trajectories.table[name]
             words = self._trajectories.words[name].all
