@@ -91,8 +91,8 @@ class ServedModel:
         call_id: Callable[[int], str],
         top_logprobs: Sequence[Likeliest] = (),
     ) -> SampledTurn:
-        """Convert a completion to a turn, whose message has reasoning and tool calls parsed. The result depends only on
-        the arguments, so that a replay gives the same.
+        """Convert a completion to a turn, whose message ends before a stop text, with reasoning and tool calls parsed.
+        The result depends only on the arguments, so that a replay gives the same.
 
         Args:
             segment: the completion, which has ended (`stop_reason`).

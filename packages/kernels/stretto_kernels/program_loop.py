@@ -66,8 +66,8 @@ def _attend_buckets(step: Any, at: Any, table: Any, ends: Any, start: Any, half:
 
 @inlined
 def _execute(step: Any, at: Any, begin: Any, rows: Any, half: Any) -> None:
-    """Execute a step that is no attention for `rows` tokens from token `begin` on. `at`: addresses by place. `half`:
-    None for float32, 1 for bfloat16."""
+    """Execute a step that is no attention (product, norm, rotation, gate, embedding) for `rows` tokens from token
+    `begin` on. `at`: addresses by place. `half`: None for float32, 1 for bfloat16."""
     op, n, m, k = step[0], step[6], step[7], step[8]
     size, eps = 4 if half is None else 2, np.int32(k).view(np.float32)
     skipped = begin * size * n * (m if op == ROTATE else 1)

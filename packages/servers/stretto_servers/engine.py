@@ -154,8 +154,8 @@ class ExternalEngine:
         return stream
 
     def close(self, request: str) -> None:
-        """End the request with this id: unfinished completions are aborted on the server, by closing their connections.
-        Does nothing for an unknown id."""
+        """End the request with this id: unfinished completions are aborted on the server, by closing their connections,
+        and if there is one, all tokens of the request count as wasted. Does nothing for an unknown id."""
         opened = self._open.pop(request, [])
         if not all(completion.done for completion in opened):  # without one completion the whole group is wasted
             self._counts.wasted += sum(len(completion.token_ids) for completion in opened)

@@ -274,7 +274,8 @@ def make_faults(config: EngineConfig, model: str) -> Iterator[str]:
 
 
 def _differs(name: str, method: Callable[..., object]) -> str:
-    """Describe how a method's signature differs from that of `Make` with this `name`; "" if it fits."""
+    """Describe why a method cannot stand in for that of `Make` with this `name`: other arguments, not asynchronous, or
+    no generator; "" if it can."""
     wanted: Callable[..., object] = getattr(Make, name)
     parameters = inspect.signature(wanted).parameters.values()
     by_place = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]

@@ -116,7 +116,8 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class ChatBody(OpenAIBody, frozen=True, kw_only=True):
-    """Body of POST /v1/chat/completions. Unknown fields are ignored."""
+    """Body of POST /v1/chat/completions. Unknown fields are ignored. `max_completion_tokens` counts, not `max_tokens`,
+    if both are given."""
 
     messages: Annotated[list[ChatMessageBody], Meta(min_length=1)]
     max_completion_tokens: MostTokens | None = None

@@ -298,14 +298,14 @@ def _blocks(turn: SampledTurn) -> list[dict[str, Any]]:
 
 
 def _object(arguments: str) -> dict[str, Any]:
-    """Decode the arguments of a call, which are a JSON object (others have not been parsed as a call)."""
+    """Decode the arguments of a call, a JSON object or "" for {} (others have not been parsed as a call)."""
     read = json.loads(arguments or "{}")
     assert isinstance(read, dict)
     return read
 
 
 def _events(turn: SampledTurn) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Types and fields of a turn's events. Each block has a single delta, because the turn is complete."""
+    """Types and fields of a turn's events. Each block's content is a single delta, because the turn is complete."""
     started = {**_beginning(turn), "stop_reason": None, "stop_sequence": None, "usage": _usage(turn, sampled=0)}
     yield "message_start", {"message": started}
     calls = {call.id: call.arguments for call in turn.message.calls}

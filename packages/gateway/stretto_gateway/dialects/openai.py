@@ -113,7 +113,8 @@ class StreamOptions(Record, frozen=True):
 
 
 class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
-    """Fields shared by completions and chats. A null field counts as absent."""
+    """Fields shared by completions and chats. A null field counts as absent. Fields from `user` to
+    `prompt_cache_retention` are ignored; those of `NEUTRAL` must have these values (`check_neutral`)."""
 
     model: str
     n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None

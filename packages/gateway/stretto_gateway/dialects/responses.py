@@ -118,7 +118,8 @@ class TextOptions(Record, frozen=True):
 
 
 class ResponsesBody(Record, frozen=True, kw_only=True):
-    """Body of POST /v1/responses. A null field counts as absent."""
+    """Body of POST /v1/responses. A null field counts as absent. `background` may not be true. Fields from
+    `stream_options` on are ignored; the response repeats some."""
 
     model: str
     input: str | Annotated[list[Item], Meta(min_length=1)]

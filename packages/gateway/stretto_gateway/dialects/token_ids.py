@@ -32,7 +32,8 @@ from stretto_workflows.chat.messages import SamplingOptions
 
 
 class TokenSampling(Record, frozen=True, kw_only=True):
-    """The supported part of vLLM's `SamplingParams`."""
+    """The supported part of vLLM's `SamplingParams`. Options from `skip_special_tokens` on are ignored; those from `n`
+    on must have the value without effect."""
 
     max_tokens: MostTokens | None = None
     temperature: Temperature = 1.0
@@ -60,7 +61,7 @@ class TokenSampling(Record, frozen=True, kw_only=True):
 
 
 class TokenBody(Record, frozen=True, kw_only=True):
-    """Body of POST /inference/v1/generate."""
+    """Body of POST /inference/v1/generate. `stream_options`, `cache_salt` and `priority` are ignored."""
 
     token_ids: list[int]
     sampling_params: TokenSampling

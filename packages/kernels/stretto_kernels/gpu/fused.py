@@ -55,7 +55,7 @@ def _norm(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program t: RMS norm of token t; with `ADDS` of x + y, which is stored too."""
+    """Program t writes the RMS norm of token t to `out_TN`; with `ADDS` that of x + y, which goes to `total_TN`."""
     token, inside_N = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     real_N = inside_N < WIDTH
     kind = x_TN.dtype.element_ty

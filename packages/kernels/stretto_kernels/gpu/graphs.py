@@ -96,7 +96,8 @@ class Graphs:
         return len(self._captured)
 
     def __call__(self, function: Callable[..., Tensor], arrays: Sequence[Ints]) -> Tensor:
-        """The result of the function for these arrays, valid until the next call with the same shapes.
+        """The result of the function for these arrays, by a CUDA graph, which is captured at the first call with their
+        shapes and replayed. It is valid until the next call with the same shapes.
 
         Args:
             function: must be the same computation in all calls with the same shapes.

@@ -279,7 +279,8 @@ def _made_up(shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
 
 
 def _layer_of(module: Any, attend: Attend) -> _Layer | None:
-    """Sizes of a layer of Llama's shape; None for another layer."""
+    """Sizes and settings of a layer with the parts and names of Llama's, all float32, and perhaps norms of queries and
+    keys; None for another layer."""
     try:
         attention, mlp = module.self_attn, module.mlp
         linear = [getattr(attention, f"{name}_proj") for name in "qkvo"]
@@ -310,7 +311,8 @@ def _layer_of(module: Any, attend: Attend) -> _Layer | None:
 
 @torch.no_grad()
 def _agrees(model: Any, module: nn.Module, layer: _Layer, weights: dict[str, Tensor], packing: Any) -> bool:
-    """Whether the fused forward gives what the layer's own gives with these weights, up to rounding."""
+    """Whether the fused forward gives what the layer's own gives with these weights and a made-up input, up to
+    rounding. False also if the model's rotary angles have another width than a head."""
     size = model.config.get_text_config().hidden_size
     x = torch.linspace(-2, 2, packing.tokens * size, device=model.device).mul(37).sin().view(1, packing.tokens, size)
     angles = model.base_model.rotary_emb(x, packing.position_ids)

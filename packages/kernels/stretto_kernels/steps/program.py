@@ -293,7 +293,7 @@ class _Writer:
         return self.fixed[node]
 
     def _step(self, op: int, *places: int, n: int = 0, m: int = 0, k: int = 0, last: bool = False) -> None:
-        """Append a step (see `program_loop.run`). `n`, `m`, `k`: its sizes."""
+        """Append a step (see `program_loop.run`), and note that it uses its places. `n`, `m`, `k`: its sizes."""
         for place in places:
             self.used[self.tails[place].place if place in self.tails else place].append(len(self.steps))
         self.steps.append([op, *places, *[0] * (5 - len(places)), n, m, k, int(last), 0, 0, 0, 0])

@@ -268,7 +268,8 @@ def _united(one: Any, two: Any, sizes: Mapping[tuple[int, int], Node], twins: Ma
 
 @torch.inference_mode()
 def _compare(model: PreTrainedModel, traced: Forward) -> None:
-    """Run module and trace on made-up tokens; NotTracedError if their logits differ by more than rounding."""
+    """Run module and trace on made-up tokens; NotTracedError if their logits differ in shape or dtype, or by more than
+    rounding."""
     for tokens, rows in _COMPARED:
         token_ids, positions = _made_up(model, tokens)
         expected, found = (

@@ -98,8 +98,8 @@ def _differences(one: _Step, other: _Step) -> Iterator[str]:
 
 
 def _of_segments(left: Trajectory, right: Trajectory) -> Iterator[str]:
-    """Yield the name of each field in which two trajectories differ, segment by segment; segments are numbered if there
-    are several. Engines and interruptions are not compared."""
+    """Yield a name for another number of segments, and for each field in which two trajectories differ, segment by
+    segment; segments are numbered if there are several. Engines and interruptions are not compared."""
     if (counts := [len(one.segments) for one in (left, right)])[0] != counts[1]:
         yield f"segments of {left.id} ({counts[0]} and {counts[1]})"
     for place, (ours, theirs) in enumerate(zip(left.segments, right.segments, strict=False)):

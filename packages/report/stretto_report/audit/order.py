@@ -44,8 +44,8 @@ def _reach(planned: list[str], prompt: str) -> int:
 
 
 def _order(data: RecordedData, epoch: int) -> list[int]:
-    """Return the indices (in `data.prompts`) of the epoch's prompts in order, from the recorded seed and sources
-    alone."""
+    """Return the indices (in `data.prompts`) of the epoch's prompts in order, from the recorded seed and sources alone:
+    all of them, or, if all sources have weights, the epoch's part of each source; shuffled."""
     taken = [prompts for _, prompts, _ in data.sources]
     if data.sources and all(weight is not None for _, _, weight in data.sources):
         pairs = [(prompts, float(weight or 0)) for _, prompts, weight in data.sources]

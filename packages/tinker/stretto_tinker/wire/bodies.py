@@ -155,7 +155,8 @@ class Adam(msgspec.Struct, frozen=True):
 
 
 class OptimStep(_Typed, frozen=True):
-    """Body of ``optim_step``. `seq_id`: number of the request for its model; None is refused"""
+    """Body of ``optim_step``. The settings of AdamW are `adam_params` or `optimizer_params`, just one of them.
+    `seq_id`: number of the request for its model; None is refused"""
 
     model_id: str
     adam_params: dict[str, Any] | None = None  # of `Adam`; NaN arrives as null
@@ -175,7 +176,8 @@ class SaveWeights(_Typed, frozen=True):
 
     `path`: name of the checkpoint. None, for a sampler only: the weights get no name, and a sampling session with the
     number `sampling_session_seq_id` is opened on them; the `kind` "inflight" lets this follow later such saves.
-    `ttl_seconds`: lifetime; None: unlimited. `overwrite`: replace a checkpoint with this name.
+    `ttl_seconds`: lifetime; None: unlimited. `overwrite`: replace a checkpoint with this name. Encryption
+    (`age_encryption_recipients`) is refused.
     """
 
     model_id: str
@@ -193,6 +195,7 @@ class LoadWeights(_Typed, frozen=True):
     """Body of ``load_weights``, into an existing model (`model_id`) or a new one (`session_id` and `model_seq_id`)
 
     `path`: of the checkpoint, ``tinker://...``. `optimizer`: load the optimizer state too; otherwise it is reset.
+    `weights_access_token` is refused.
     """
 
     path: str
@@ -273,7 +276,8 @@ class TargetIds(msgspec.Struct, frozen=True):
 
 class Sample(_Typed, frozen=True):
     """Body of ``asample``. `seq_id`: number of the request in its sampling session. The fields from `prompt_logprobs`
-    on ask for log-probabilities and likeliest tokens, of the prompt or of the samples (`topk_sample_logprobs`)"""
+    on ask for log-probabilities and likeliest tokens, of the prompt or of the samples (`topk_sample_logprobs`);
+    `record_stability_info` is refused"""
 
     prompt: PromptTokens
     sampling_params: SamplingParams

@@ -80,7 +80,8 @@ def encode_computed(computed: Computed) -> bytes:
 
 
 def encode_sampled(sampled: Sampled) -> bytes:
-    """Encode the result of a request for samples as a ``SampleResponse``."""
+    """Encode the result of a request for samples as a ``SampleResponse``: the sequences, and what was requested of the
+    prompt. Its count of cached tokens is always 0."""
     message = schema.new("SampleResponse")
     for sequence in sampled.sequences:
         added = message.sequences.add(

@@ -43,7 +43,8 @@ Fact = TypeVar("Fact")
 class RunSummary(Record, frozen=True):
     """Row of a run in the list of runs. `state`: as `stretto inspect` says it, or "unreadable", and the `reason`.
     `fault`: what cannot be read; None: nothing. `started`: Unix seconds. `step`: newest step, of `steps` in all.
-    `trajectories`: numbers by state. `engines`: number of engines in the run now. In other fields, None means
+    `accuracy`: of the newest evaluation. `reward`: of the newest step. `trajectories`: numbers by state. `engines`:
+    number of engines in the run now. `trained_tokens`, `alarms`: of an open run only. In other fields, None means
     unknown."""
 
     id: str
