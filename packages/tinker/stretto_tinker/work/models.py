@@ -180,7 +180,8 @@ class Models:
 
     def perform(self, live: Live, asked: Asked) -> Pieces[tuple[bytes, str, str]]:
         """Apply a new request, in pieces; returns its result, the result's encoding, and after a step a checksum of the
-        weights.
+        weights ("" otherwise). After an error the request counts as applied: a failed forward_backward makes the
+        gradient incomplete, a failed step clears it.
 
         Raises:
             RefusedRequest: a field is wrong, the loss is not finite, or a step has no complete and finite gradient.
@@ -217,8 +218,9 @@ class Models:
         return found, JSON
 
     def _at_once(self, live: Live, asked: Asked, body: bytes) -> bytes:
-        """Apply a request that is computed in one piece (step, load, creation); returns its result as JSON. Raises
-        RefusedRequest for a step without a complete gradient, and StoreError for a load of damaged weights."""
+        """Apply a request that is computed in one piece (step; load, which also clears the gradient; creation, which
+        changes nothing); returns its result as JSON. Raises RefusedRequest for a wrong field or a step without a
+        complete gradient, and StoreError for a load of damaged weights."""
         if asked.kind == STEP:
             adam = adam_of(parse(body, OptimStep))
             if live.broken:
@@ -251,8 +253,8 @@ class Models:
 
     def snapshot_if_due(self, live: Live, id: str, *, now: bool = False) -> None:
         """Write a snapshot if it is due, or at once with `now`. It is due once the computation since the last one has
-        taken 20 times as long as its writing, and at least a second. While a gradient is accumulated, no snapshot is
-        due, because it would include the gradient, which the next step clears.
+        taken 20 times as long as its writing, and at least a second. None is due while a gradient is accumulated; with
+        `now`, the snapshot includes the gradient. Older snapshots are then deleted.
 
         Raises:
             OSError, sqlite3.Error: the snapshot cannot be written; the earlier one stays.
@@ -335,8 +337,8 @@ def adam_of(body: OptimStep) -> Adam:
     """Read the AdamW settings of a step; those that it leaves out have the defaults of `Adam`.
 
     Raises:
-        RefusedRequest: a setting is unknown (and not empty), not finite or out of range, or another optimizer is
-            requested.
+        RefusedRequest: a setting is unknown (and not empty), not finite or out of range, another optimizer is
+            requested, or the settings are given in both forms.
     """
     if body.adam_params is not None and body.optimizer_params is not None:
         raise RefusedRequest("optimizer_params", "given together with adam_params", "one of them")

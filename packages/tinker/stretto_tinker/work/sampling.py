@@ -138,8 +138,8 @@ class Engines:
 
     def make_room(self, chosen: Sampler) -> None:
         """Give an engine its share of the KV cache, at least what its longest open sequence needs, by its `limit`. If
-        there is not enough room, the limits of other engines are reduced: idle ones first, then the least recently
-        used."""
+        there is not enough room, the limits of other engines are reduced: idle ones to 0, then working ones, least
+        recently used first, to the same share, then to 0."""
         others = [engine for engine in self._engines.values() if engine is not chosen]
         for lane in [lane for lane, engine in self._engines.items() if engine is chosen]:
             self._engines.move_to_end(lane)
@@ -324,8 +324,8 @@ class Sampling:
 
 def lane_of(weights: str, first: Waiting, samplings: Mapping[Lane, Sampling]) -> Lane | None:
     """Lane of the engine on which `first`, the next request of a client for samples by `weights`, can begin now: the
-    shared engine, or one that the client has alone if it has less than its share there. None if it has to wait.
-    `samplings`: engines that have open requests."""
+    shared engine if it has room, else, if the client has less than its share there, one that it has alone. None if it
+    has to wait. `samplings`: engines that have open requests."""
     owner, shared = first.asked.owner, samplings.get(Lane(weights))
     if shared is None or shared.begins(first):
         return Lane(weights)

@@ -29,9 +29,9 @@ class Saving:
         self._record, self._weights = record, weights
 
     def save(self, live: Live, asked: Asked) -> tuple[list[Place], bytes]:
-        """Write a checkpoint of a model and record it, for the request `asked`, which must have its body. For weights
-        without a name, open a sampling session on them. Returns the places whose weights have changed or were deleted,
-        and the encoded result.
+        """Write a checkpoint of a model and record it, for the request `asked`, which must have its body. Weights
+        without a name get a sampling session; if they are in-flight, older in-flight weights of the model are deleted.
+        Returns the places that were written or deleted, and the encoded result.
 
         Raises:
             RefusedRequest: the name is invalid, missing or taken, or an option is not served.

@@ -61,7 +61,8 @@ class Turns:
 
     def choose(self, lanes: Mapping[Lane, Collection[str]], held: Collection[Hashable] = ()) -> Lane:
         """Choose the lane for the next turn: that of the client with the fewest seconds, and among equals the lane
-        whose last turn is longest ago.
+        whose last turn is longest ago. A client that had no work begins with at least the seconds of the lowest that
+        had.
 
         Args:
             lanes: lanes with work, each with the clients that it works for.

@@ -221,8 +221,8 @@ class Worker:
         return self._weights.folder(Place.of(lane.weights)) if lane.weights else None
 
     def _held(self) -> set[str]:
-        """Models that may begin no request now, because another model waits for memory, which the requests under way
-        must free first; empty if none waits."""
+        """Models that may begin no request now: another model waits for memory, which the requests under way must free
+        first. Models with requests under way go on. Empty if no model waits."""
         short, busy = self._models.get(self._short), busy_of(self._models)
         if short is None or short.next not in short.waiting or not busy:
             return set()
@@ -347,7 +347,8 @@ class Worker:
         self._settle(asked, lambda: self._record.settle(asked.id, FAILED, body, "json"))
 
     def _sample(self, lane: Lane) -> None:
-        """Take a turn of sampling on one engine. If it fails or its weights cannot be loaded, its requests fail."""
+        """Take a turn of sampling on one engine. If its weights cannot be loaded, the requests that wait for it fail;
+        if the engine fails, its open ones do, and it is removed."""
         began = self._clock()
         try:
             sampling = self._sampling(lane)
@@ -420,7 +421,8 @@ class Worker:
             return found
 
     def _begin(self, lane: Lane, sampling: Sampling, found: Waiting) -> bool:
-        """Open a request, or fail it. False only if the record cannot be read now; the request is then queued again."""
+        """Open a request; fail it if it is wrong, or was begun too often (it may kill the server). False only if the
+        record cannot be read now; the request is then queued again."""
         asked = found.asked
         try:
             whole, times = self._record.request(asked.id) or asked, self._record.begin(asked.id)
