@@ -142,7 +142,7 @@ def sample_of(datum: Datum, number: int, *, sampled: bool, longest: int | None =
 
     Args:
         sampled: take over log-probabilities and advantages, which the datum must have (`check_sampled`); otherwise all
-            advantages are 1.
+            advantages are 1, without log-probabilities.
         longest: length in tokens at which the sample is cut off: the model's context, if its positions are learned.
             None: it is not cut off.
     """
@@ -242,7 +242,8 @@ def check_sampled(data: Sequence[Datum], loss: str, place: str) -> None:
 
 
 def check_batch(batch: Batch, version: int, vocabulary: int, mark: str, place: str) -> None:
-    """Check that a trainer can train on a batch.
+    """Check that a trainer can train on a batch: its versions, tokenizer, token ids, and one log-probability per
+    sampled token.
 
     Args:
         version: the trainer's version; the batch must not be of a later one.

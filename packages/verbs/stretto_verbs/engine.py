@@ -236,7 +236,8 @@ class LocalEngine:
         return background().start(self._sampled(self._asked(prompt, n, seed, seeds, turn, sampling), turn))
 
     async def _sampled(self, request: GenerateRequest, turn: tuple[Ticket, int] | None) -> list[TextCompletion]:
-        """Sample the completions of a request in the order of its seeds, journaled if the ledger has their ticket."""
+        """Sample the completions of a request in the order of its seeds; journaled, or read from the journal, if the
+        ledger has their ticket. `turn`: one completion, a turn of that trajectory, with its seed."""
         if self._tickets is not None and turn is not None and turn[0].group_id in self._tickets:
             return self._texts([request], [await self._tickets.turn(*turn, request)])
         if self._tickets is not None and request.id in self._tickets:
@@ -255,8 +256,8 @@ class LocalEngine:
         turn: tuple[Ticket, int] | None,
         sampling: SamplingSettings,
     ) -> GenerateRequest:
-        """Check the arguments of `sample`; returns the request. With a ledger, the request of a ticket has the ticket's
-        group id."""
+        """Check the arguments of `sample`; returns the request. RefusedRequest for seeds beside a ticket or a turn, or
+        given twice. With a ledger, the request of a ticket has the ticket's group id."""
         check("sample", n=(n, COUNT), seed=(seed, WHOLE.or_none), seeds=(seeds, SEEDS.or_none))
         check("sample", turn=(turn, TURN.or_none))
         alone = n == 1 and seed is None
@@ -432,8 +433,9 @@ def _beside(model: SharedModel, lora: LoraConfig | None, config: EngineConfig) -
 
 
 def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool) -> None:
-    """Raise RecipeError, with each mistake, if settings of `Engine.load` cannot be combined. `shared`: the model is a
-    shared one; `apart`: the engine has a process of its own; `lora`: adapters are asked for."""
+    """Raise RecipeError, with each mistake, if settings of `Engine.load` cannot be combined, the package of the
+    engine's kind is not installed, or its interpreter is missing. `shared`: the model is a shared one; `apart`: the
+    engine has a process of its own; `lora`: adapters are asked for."""
     found = list[Problem]()
     if shared and apart:
         told = "a model in the memory of this process"

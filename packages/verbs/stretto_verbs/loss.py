@@ -160,8 +160,8 @@ def _by_position(logprobs: Tensor, sample: Sample) -> Tensor:
 def _valued(
     loss: Wanted, logprobs: Sequence[Tensor], data: Sequence[object], place: str
 ) -> tuple[Tensor, dict[str, float]]:
-    """Call the user's function, and return its loss without dimensions, and its metrics (empty if it returns none).
-    Raises RecipeError for another kind of result."""
+    """Call the user's function, and return its loss (one element with a gradient) without dimensions, and its metrics
+    (empty if it returns none). Raises RecipeError for another kind of result."""
     assert loss.own is not None, "it is the user's"
     found: Any = loss.own(logprobs, data)  # whatever a user's function returns
     value, metrics = found if isinstance(found, tuple) and len(found) == 2 else (found, {})

@@ -83,8 +83,8 @@ def _portable(error: Exception | None) -> Exception | None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the process until its caller closes the connection; returns the exit code 0. `arguments`: one text, the
-    `TrainerArguments` as JSON."""
+    """Run the trainer's process: set torch's threads and the import path, serve calls until the caller closes the
+    connection; returns the exit code 0. `arguments`: one text, the `TrainerArguments` as JSON."""
     descriptor, threads, path = msgspec.json.decode(arguments[0], type=TrainerArguments)
     begin_role()
     torch.set_num_threads(threads)

@@ -161,8 +161,9 @@ class GroupScheduler:
         return self._controller.buffered
 
     def admit(self) -> Ticket | None:
-        """Admit the next group; returns its ticket. None while another group would break the staleness bound or
-        `max_in_flight`, or while batches of a killed run are trained again."""
+        """Admit the next group; returns its ticket. After a kill, the groups that were in flight come first. None while
+        another group would break the staleness bound or `max_in_flight`, or while batches of a killed run are trained
+        again. Raises RunFolderError as `finish` does."""
         self._check_newest()
         if self._again:
             return None
@@ -240,7 +241,8 @@ class GroupScheduler:
 
     def take(self) -> Batch | None:
         """Return the next batch; None while too few groups are finished. With a ledger, the batch is recorded before
-        this returns. Until `advance`, each call returns the same batch."""
+        this returns. Until `advance`, each call returns the same batch. After a kill, batches that the trainer's
+        version has not trained come first. Raises RunFolderError as `finish` does."""
         self._check_newest()
         if not self._again:
             with self._whole:
@@ -283,7 +285,8 @@ class GroupScheduler:
         self._changed.set()
 
     def _advance(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Record the step that leads to `version`, and let groups that are now too stale expire."""
+        """Record the step that leads to `version`, and let groups that are now too stale expire. For a batch that is
+        trained again after a kill: only record the step."""
         self._version = version
         self._controller.observe(version, metrics)  # before the update is on record: a resume observes each step once
         if self._ledger is not None:

@@ -62,9 +62,9 @@ class _Index(Record, frozen=True):
 
 @contextmanager
 def replacing(folder: Path, command: str) -> Iterator[None]:
-    """Context manager: the block writes a model to `folder`, for the command of this name. A folder that is not empty
-    is replaced only if the same command wrote it and nothing in it has changed since. Raises ModelFolderError if the
-    folder has other contents, or cannot be written."""
+    """Context manager: check that `folder` may be replaced, let the block write a model into it, and then record its
+    files as written by `command`. A folder that is not empty is accepted only if the same command wrote it and nothing
+    in it has changed since. Raises ModelFolderError if the folder has other contents, or cannot be written."""
     try:
         # Without the file, the folder may be a whole home directory, which is not walked.
         if (written := _written(folder)) is None or written != _Index.of(command, folder):

@@ -210,7 +210,8 @@ class LocalTrainer:
     def forward_backward(
         self, data: Data, loss: Loss | None = None, *, proximal: Forward | None = None, **algorithm: Any
     ) -> Forward:
-        """Add the gradient of a loss over the data to `gradient`. A call that fails or is interrupted adds nothing.
+        """Add the gradient of a loss over the data to `gradient`; returns the loss, its metrics and the
+        log-probabilities. A call that fails or is interrupted adds nothing.
 
         Args:
             data: a batch of `Scheduler.take`, or a list of `Datum`.
@@ -300,7 +301,8 @@ class LocalTrainer:
     # ── the policy ───────────────────────────────────────────────────────────────────────────────
 
     def weights(self) -> PolicyWeights:
-        """Copy the current weights, for `Engine.update`; with `lora`, the adapters only."""
+        """Copy the current weights, for `Engine.update`; with `lora`, the adapters only. They have the present version;
+        the next step leads to a version above it."""
         self._published, self._stepped = self.version, False
         model = self._learner.model
         named = adapters.adapter_parameters(model) if self._adapted else model.named_parameters()

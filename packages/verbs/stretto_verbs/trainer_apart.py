@@ -180,7 +180,7 @@ class TrainerApart:
 
     def _call(self, method: str, *arguments: Any, seconds: float | None = None, **named: Any) -> Any:
         """Call a method of the trainer in the process ("": create the trainer); returns its result or raises its error.
-        `seconds`: timeout; None: no timeout."""
+        Raises RoleDied if the process has died, then or before. `seconds`: timeout; None: no timeout."""
         packed = _packed(method or "Trainer.apart", arguments, named)
         with self._calls:
             if self._ended is not None:
