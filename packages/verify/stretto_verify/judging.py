@@ -52,7 +52,8 @@ def judge_math(completion: str, gold: str, prompt: str = "") -> Judged:
 
 
 def judged_here(completion: str, gold: str, prompt: str = "") -> Judged:
-    """Same as `judge_math`, always in this process and thread: without a time limit outside the main thread."""
+    """Judge the final answer of a completion against `gold`: right, wrong with a reason, or undecided. Same as
+    `judge_math`, but in this process and thread: without a time limit outside the main thread."""
     try:
         if math(prompt, completion, gold):
             return Judged("right")
@@ -110,7 +111,8 @@ class ProgramJudge:
         return self._reward.report
 
     def judge(self, completion: str, tests: object) -> Judged:
-        """Same as `judge_program`, in this sandbox."""
+        """Run the completion's program on `tests` in this sandbox, up to the first failure: right, wrong with the
+        failure, or undecided (invalid tests, a failure of the sandbox, or the time for all tests ran out)."""
         try:
             found = self._reward.judge(completion, parse_tests(tests), to_the_end=False)
         except (BadTests, SandboxFailed) as reason:

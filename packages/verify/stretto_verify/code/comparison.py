@@ -91,7 +91,7 @@ def same_value(expected: Any, found: Any, *, alike: bool = False) -> bool:
     """Whether the result of a call, in the form of `sandbox.values.plain`, equals the expected one.
 
     An expected list matches a tuple, since JSON has no tuples; not the other way round. For an expected float the
-    module's tolerance applies. `alike`: 1 equals True.
+    module's tolerance applies. An expected int matches an equal float, a bool only a bool. `alike`: 1 equals True.
     """
     same = partial(same_value, alike=alike)
     match expected, found:

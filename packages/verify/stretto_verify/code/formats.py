@@ -132,7 +132,8 @@ def _json(text: str) -> object:
 
 
 def _row(row: Mapping[str, Any]) -> ProgramTests:
-    """Tests from a dictionary: inputs and outputs, or a whole dataset row; BadTests if it is neither."""
+    """Tests from a dictionary: `inputs` and `outputs`, a row of LiveCodeBench, HumanEval or MBPP, or any of these forms
+    under `input_output` or `tests`. BadTests if it is none."""
     if "inputs" in row and "outputs" in row:
         return _lists(row["inputs"], row["outputs"], row.get("fn_name"))
     if "public_test_cases" in row or "private_test_cases" in row:

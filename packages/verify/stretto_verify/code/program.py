@@ -38,10 +38,10 @@ def extract_program(
 ) -> str | None:
     """Extract the program of a completion, without its thoughts; `None` if there is none.
 
-    A code block counts if it is closed and marked as Python. Unmarked blocks count only if none is marked; otherwise
-    they are outputs or examples. A block that defines all `called` functions is preferred to later blocks, which may
-    only show their use. If the program does not define the function `entry_point`, it continues the `preamble` (the
-    function's head, in the prompts of HumanEval), which is put before it.
+    That is the last closed code block marked as Python; the last unmarked one if none is marked; the whole text if it
+    has no fence. A block that defines all `called` functions is preferred to later ones, which may only show their use.
+    If the program does not define the function `entry_point`, it continues the `preamble` (the function's head, in the
+    prompts of HumanEval), which is put before it.
 
     >>> extract_program("First\\n```python\\nx = 1\\n```\\nor\\n```python\\nprint(2)\\n```\\nIt says\\n```\\n2\\n```")
     'print(2)\\n'

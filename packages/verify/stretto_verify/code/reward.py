@@ -89,7 +89,8 @@ class CodeReward:
 
     def judge(self, completion: str, tests: ProgramTests, *, to_the_end: bool = True) -> Judgement:
         """Run the program of a completion on all tests: first the calls, all in one process, then each input. Without
-        `to_the_end` no input after the first failure is run. A completion without a program fails all.
+        `to_the_end` no input after the first failure is run. A completion without a program fails all. The judgement is
+        unknown if the first failure is that the time for all tests ran out.
 
         Raises:
             SandboxFailed: the sandbox could not run it.
@@ -113,8 +114,8 @@ class CodeReward:
         self._sandbox.close()
 
     def _judge_input(self, program: Program, test: StdinTest, clock: _Clock, *, alike: bool) -> str:
-        """Run the program on one input and charge its time to `clock`. Return the reason of its failure, or "" if it
-        passes."""
+        """Run the program on one input and charge its time to `clock`. Return the reason of its failure (`_OUT_OF_TIME`
+        if earlier tests have used up its time), "" if it passes."""
         if clock.left <= 0:
             return _OUT_OF_TIME
         seconds, patience = clock.allow(1)
@@ -130,7 +131,8 @@ class CodeReward:
         self, program: Program, tests: tuple[CallTest, ...], clock: _Clock, *, alike: bool
     ) -> tuple[int, str]:
         """Run all calls in one process, which gets the arguments but not the expected results, and charge its time to
-        `clock`. Return the number of passed calls and the first failure, "" if there is none."""
+        `clock`. Return the number of passed calls and the first failure, "" if there is none; 0 if the program wrote
+        among the results."""
         calls = [{"name": test.call, "args": list(test.args)} for test in tests]
         ended = self._run({**program._asdict(), "calls": calls}, b"", *clock.allow(len(tests)))
         clock.charge(ended)

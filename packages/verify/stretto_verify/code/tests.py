@@ -97,8 +97,9 @@ def call_of_assert(line: str) -> CallTest:
 
 
 def _test(statement: ast.Assert, names: dict[str, str]) -> CallTest | None:
-    """Parse one assert into a test; None for HumanEval's ``assert True``; BadTests for another form. `names`: the
-    function to call, by its name in the assert; if empty, any function is called by its own name."""
+    """Parse one assert (``f(...) == literal`` or ``abs(f(...) - x) < y``) into a test; None for HumanEval's ``assert
+    True``; BadTests for another form. `names`: the function to call, by its name in the assert; if empty, any function
+    is called by its own name."""
     match statement.test:
         case ast.Compare(left=ast.Call() as call, ops=[ast.Eq() | ast.Is()], comparators=[wanted]):
             return _call(call, _value(wanted, statement), names, statement)

@@ -44,7 +44,8 @@ class ProgramGroup:
 
     @classmethod
     def create(cls, memory: int, processes: int, hierarchies: list[Hierarchy] | None = None) -> Self:
-        """Create a group with at most `memory` bytes and `processes` processes. `hierarchies` None: `find_hierarchies`.
+        """Create a group with at most `memory` bytes, no swap, and `processes` processes; groups that dead processes
+        have left are removed. `hierarchies` None: `find_hierarchies`.
 
         Raises:
             OSError: no hierarchy supports both limits, or this process may not change it.

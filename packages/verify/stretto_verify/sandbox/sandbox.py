@@ -102,7 +102,8 @@ class ProgramEnd(Record, frozen=True):
 
     @property
     def how(self) -> str:
-        """The end in words: ``time limit``, ``signal 9``, ``exit status 1: ZeroDivisionError: division by zero``."""
+        """The end in words: ``time limit``, ``output limit``, ``signal 9``, ``exit status 1: ZeroDivisionError:
+        division by zero``."""
         if self.timed_out:
             return "time limit"
         if self.flooded:

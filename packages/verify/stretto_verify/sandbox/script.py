@@ -99,8 +99,8 @@ def _clear(name: str) -> None:
 
 
 def _status(code: object) -> int:
-    """Exit status for the argument of ``sys.exit(code)``. Prints one that is neither None nor an integer to standard
-    error."""
+    """Exit status for the argument of ``sys.exit(code)``: 0 for None, an integer's low 8 bits; for anything else 1,
+    after it is printed to standard error."""
     if code is None:
         return 0
     if isinstance(code, int):

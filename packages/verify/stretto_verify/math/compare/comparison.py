@@ -90,7 +90,8 @@ def _time(given: Node) -> Time | None:
 
 
 def same(gold: Node, answer: Node) -> Opinion:
-    """Whether the parsed `answer` equals the parsed `gold` answer; None if unknown.
+    """Whether the parsed `answer` equals the parsed `gold` answer; None if unknown. False if the answer is an equation
+    of numbers that does not hold.
 
     Raises:
         Undecided: the numbers are too large.

@@ -127,7 +127,8 @@ def computes(side: Node, value: Node, same: Same, sign: str = "=") -> bool:
 
 
 def _is_constant(side: Node) -> bool:
-    """Whether a side has no variable; the imaginary unit does not count."""
+    """Whether a side has no variable; the imaginary unit does not count. False for words, matrices, relations and what
+    cannot be read."""
     match side:
         case Scalar(latex=latex):
             try:

@@ -62,7 +62,8 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
 
 
 def _with_same_unit(one: Scalar, other: Scalar) -> Scalar:
-    """The first scalar with the unit of the other, if it has that unit's letters right behind a digit: ``5N``."""
+    """The first scalar with the unit of the other, if it has that unit's letters right behind a digit: ``5N``; else
+    unchanged."""
     bare = one.latex.removesuffix(other.unit) if other.unit and not one.unit else one.latex
     is_glued = bare != one.latex and bare[-1:].isdigit()
     return replace(one, latex=bare, unit=other.unit) if is_glued else one
@@ -153,7 +154,8 @@ def _rounded(decimal: Number | None, exact: sympy.Basic) -> bool:
 
 def approximated(gold: Scalar, answer: Scalar, found: Opinion) -> Opinion:
     """The opinion on an answer in view of the approximations beside it. One that is far off (``\\sqrt2 \\approx 7``)
-    makes it wrong; the gold decimal among them, if it is the rounding of the value, makes it right."""
+    makes it wrong; the gold decimal among them, if it is the rounding of the value, makes it right; else `found`
+    stays."""
     try:
         exact, wanted = expression(answer.latex), number(gold.latex)
     except Unreadable:

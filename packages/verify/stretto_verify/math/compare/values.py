@@ -156,7 +156,8 @@ def _applied(expression: sympy.Basic, point: Point) -> Value:
 
 
 def _integral(name: str, arguments: list[Value]) -> Value:
-    """Value of a function that maps rational numbers to rational numbers (`name` is that of its sympy class).
+    """Value of |x|, floor, ceiling, factorial or binomial (`name`: the sympy class). Of a complex number, floor and
+    ceiling take the real part.
 
     Raises:
         Unsupported: factorial or binomial of a number that is no integer.

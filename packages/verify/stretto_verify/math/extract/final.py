@@ -172,9 +172,9 @@ _WHOLE_WORDS = re.compile(
 
 
 def without_frame(completion: str, prompt: str = "") -> str:
-    """Prepare the end of a completion (20,000 characters) by rule 1, and rewrite digits, decorations and approximations
-    to plain forms. `prompt`: the question, which is removed where it is repeated (if it has 12 characters or more), and
-    which may have opened a thought."""
+    """Prepare the end of a completion (20,000 characters): remove thoughts, what follows a token of a chat template,
+    and the question where it is repeated (`prompt`, if it has 12 characters or more), and rewrite digits, decorations
+    and approximations to plain forms. `prompt` may have opened a thought."""
     if "<<" in completion:
         completion = _CALCULATED.sub("", completion)
     text = _BOLD.sub(r"\1", in_digits(said(completion, prompt)[-LONGEST_TAIL:]))
@@ -194,9 +194,11 @@ def _in_parts(found: re.Match[str]) -> str:
 
 
 def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
-    """Final answer by rules 2 to 6, from a text prepared by rule 1; None if there is none.
+    """Final answer of a text that `without_frame` has prepared: the last ``<answer>`` tag, a correction at the end, the
+    last box (or a later "Final answer is"), the last "Answer:", the whole text if it is one formula or a few words, the
+    last formula or number; the first of these that is there. None if there is none.
 
-    `is_all`: the whole text is meant as an answer, so parts that rule 6 would skip count too.
+    `is_all`: the whole text is meant as an answer, so parts that the last rule would skip count too.
     """
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
         return _untagged(unconditioned(tagged[-1].strip()))
@@ -236,7 +238,8 @@ def _untagged(inner: str) -> FinalAnswer:
 
 
 def _whole(text: str) -> FinalAnswer | None:
-    """The answer, if the whole text is one (rule 5); else None."""
+    """The answer, if the whole text is one: the letter of a choice, a formula or number with its unit, a spoken number,
+    or a few words ("yes", "it is even"); a reason beside it is dropped. None for other texts, and long ones."""
     if not is_short(text):
         return None
     if (taken := reasoned(text)) is not None:

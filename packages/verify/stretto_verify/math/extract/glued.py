@@ -88,7 +88,8 @@ _EXPONENTS = {"²": "2", "³": "3"}
 
 
 def with_glued(content: str, before: str, after: str) -> str:
-    r"""The content of a box together with what belongs to it of the text before and after the box.
+    r"""The content of a box together with what belongs to it of the text before and after the box: a value joined by
+    "or", a rival number, "% of", a base or modulus, the rest of a formula, or else a unit.
 
     >>> with_glued("12", "so it is $", r"\pi$."), with_glued("12", "$x = ", "$, 3 more."), with_glued("5", "", " cm")
     ('12\\pi', '12', '5\\text{ cm}')
@@ -206,7 +207,8 @@ def _atom(content: str) -> str:
 
 
 def with_unit(content: str, after: str) -> str:
-    r"""The content of a box, or a number, with the unit that the text after it begins with.
+    r"""The content of a box, or a number, with the unit, base or magnitude ("million") that the text after it begins
+    with; unchanged if there is none.
 
     >>> with_unit("5", " days a week"), with_unit("5", " apples"), with_unit("60", " km/h.")
     ('5\\text{ days}', '5', '60\\text{ km/h}')

@@ -72,9 +72,8 @@ _VULGAR = re.compile(r"(?<![^\s(:=$*-])([0-9]{0,9})([½⅓⅔¼¾⅕-⅞])(?![A-
 
 
 def in_digits(text: str) -> str:
-    """The text with digits of all scripts replaced by 0 to 9, with 1/2 for ½, 1234567 for 1.234.567, no pictures
-    at the ends of lines, and with Chinese magnitudes and units,
-    and words for minus, rewritten (``42万`` as 420000)."""
+    """The text with digits of all scripts replaced by 0 to 9, with 1/2 for ½, 1234567 for 1.234.567, no pictures at the
+    ends of lines, and with Chinese magnitudes, units and words for minus rewritten (``42万`` as 420000)."""
     text = _POINTED.sub(lambda found: found[0].replace(".", ""), text)
     if text.isascii():
         return text
@@ -92,8 +91,8 @@ def _in_full(found: re.Match[str]) -> str:
 
 
 def unquoted(text: str) -> str:
-    r"""The text with approximations written as ≈, with "or" in place of words before a restatement ("i.e."), with
-    ``cm^2`` for ``cm$^2$``, and with "Answer:" before the answer of a JSON object.
+    r"""The text with approximations written as ≈, "or" for "i.e.", ``cm^2`` for ``cm$^2$``, code as a formula, "4,
+    which is option (C)" as "(C) 4", "in the morning" as AM, and "Answer:" before the answer of a JSON object.
 
     >>> unquoted("It is 1/6 (about 0.167)."), unquoted('{"answer": "5"}')
     ('It is 1/6 ≈ 0.167.', '{\nAnswer: 5\n}')

@@ -47,8 +47,9 @@ _SPELT = re.compile(r"\s*(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]+(?:[ -]+
 
 
 def phrase(text: str) -> Node | None:
-    r"""Parse a text in canonical spelling that is as a whole a phrase ("no solution", "3 to 4") or a notation
-    (``\mathbb{R}``) of this module; None if it is none."""
+    r"""Parse a text in canonical spelling that is as a whole one of: "no solution", "does not exist", "infinitely
+    many", all reals (``\mathbb{R}``), all but some, the positive ones, an amount in two units, a time, a date, "3 to
+    4", "3 out of 4"; else None."""
     if text == r"\ldots":
         return Dots()
     bare = " ".join(_INTO_WORDS.sub(r" \1 ", text).split())

@@ -242,7 +242,8 @@ def _words(text: str) -> Words | None:
 
 
 def _has_word(bare: str) -> bool:
-    """Whether the letters are words, not a product or difference of variables."""
+    """Whether the letters are words, not a product or difference of variables: a part has over three of them, or three
+    in a text without a hyphen."""
     longest = max(len(part) for part in re.split(r"[ ,-]+", bare))
     return longest > 3 or (longest == 3 and "-" not in bare)
 
@@ -346,7 +347,7 @@ def _made(sides: list[str], signs: list[str]) -> Node:
 
 def _check_near(sides: list[str]) -> None:
     """Check that numbers joined by ≈ may approximate each other. Raises `Unreadable` for "41 ≈ 37", which is a list of
-    candidates."""
+    candidates: they differ by one in the last place of the coarsest, or more."""
     found = [value for side in sides if (value := number(without_unit(side)[0])) is not None]
     places = [_places(value) for value in found if value.places is not None]
     values = [value.value for value in found]

@@ -400,7 +400,7 @@ _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\]%$])")
 
 @lru_cache(maxsize=1 << 12)
 def spelled(text: str) -> str:
-    r"""The final answer in canonical spelling (see the module).
+    r"""The final answer in canonical spelling: LaTeX without decoration, with commas for "and"; unknown text stays.
 
     >>> spelled(r"$\dfrac12\,$."), spelled("-1 + exp(16)"), spelled(r"\(12\text{ and }13\)")
     ('\\frac{1}{2}', '-1 + e^{16}', '12, 13')
