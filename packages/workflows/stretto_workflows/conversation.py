@@ -236,7 +236,7 @@ class Conversation:
 
 
 def message_of(error: BaseException) -> str:
-    """Message of an exception that user code has raised."""
+    """Message of an exception that user code has raised; a fixed text if its ``__str__`` raises."""
     try:
         return str(error)
     # Even an exception's own __str__ is user code.

@@ -160,7 +160,8 @@ class WorkflowPool:
         return await self._chosen(lambda worker: worker.free and not (self._suspects and worker.empty))
 
     async def _empty(self) -> WorkflowProcess:
-        """Wait for a worker without any trajectory, and reserve it for a suspect."""
+        """Wait for a worker without any trajectory, and reserve it for a suspect, a trajectory that runs again after
+        its worker died."""
         self._suspects += 1
         try:
             worker = await self._chosen(lambda worker: worker.free and worker.empty)

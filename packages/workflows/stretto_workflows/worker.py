@@ -118,7 +118,8 @@ class MemberThread:
         self._tell(ended)
 
     def _tell(self, ended: MemberEnded) -> None:
-        """Send the result, once; nothing if the conductor has given the trajectory up."""
+        """Send the result, once; a failure in its place if it is too long or cannot be encoded. Nothing if the
+        conductor has given the trajectory up."""
         if self._told or self._given_up:
             return
         self._told = True
@@ -132,7 +133,7 @@ class MemberThread:
 
     async def _ended(self) -> MemberEnded:
         """Run the workflow to its end. Any exception of the user's code, SystemExit included, becomes the reason of a
-        failure."""
+        failure. Raises ConductorGone if the conductor has ended."""
         if self._given_up:
             return MemberEnded(self._run)
         try:
@@ -147,7 +148,8 @@ class MemberThread:
 
 def ended_with(run: int, value: object) -> MemberEnded:
     """Make the final message for a workflow that returned `value`, a number or a `Reward`; a failure if it holds
-    anything but numbers within the bounds of rewards. `run`: number of the trajectory.
+    anything but numbers within the bounds of rewards. Those of a list `by_turn` get the keys -1, -2, …, for the first
+    turn, the second, …. `run`: number of the trajectory.
 
     Raises:
         TypeError: a key of `by_turn` is not a whole number.

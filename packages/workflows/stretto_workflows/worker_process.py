@@ -315,7 +315,8 @@ class WorkflowProcess:
             raise WorkerLost(str(loss)) from None
 
     async def _read(self) -> None:
-        """Read messages until the process has ended; no deadline, since the pool ends it."""
+        """Read messages until the process has ended, and then set `lost` to how it did; kill it for a malformed
+        message. No deadline, since the pool ends it."""
         how = ""
         try:
             while True:

@@ -36,8 +36,9 @@ class BestOfN(Workflow):
         return [filled(self._judge, prompt="", answers=numbers)]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Run one trajectory; returns the reward of the chosen completion. `named`: "mean" and "best" reward of all
-        completions."""
+        """Run one trajectory: sample the completions, and let the model judge them. Returns the reward of the chosen
+        one, the first if the judge names none; in `by_turn` each completion's own reward, and for the judge that of the
+        chosen one. `named`: "mean" and "best" reward of all completions."""
         replies = await asyncio.gather(*(chat.copy().generate() for _ in range(self._n)))
         scores = await asyncio.gather(*(chat.score(reply.text) for reply in replies))
         answers = "\n".join(f"{number}: {reply.text}" for number, reply in enumerate(replies, 1))

@@ -37,8 +37,9 @@ class UserSimulator(Workflow):
         return [filled(self._user, prompt="", done=self._done)]
 
     async def run(self, task: WorkflowTask, chat: Conversation) -> Reward:
-        """Run one trajectory; returns the reward of the assistant's last turn, and in `by_turn` the reward of each
-        assistant's turn and `user_reward` for each of the user's. `named`: number of "turns" of both sides."""
+        """Run one trajectory, until the user says that it is done or the turns are used up; returns the reward of the
+        assistant's last turn, and in `by_turn` the reward of each assistant's turn and `user_reward` for each of the
+        user's. `named`: number of "turns" of both sides."""
         told = filled(self._user, prompt=task.prompt, done=self._done)
         user = chat.new([{"role": "user", "content": told}], cause="user")
         by_turn: dict[int, float] = {}

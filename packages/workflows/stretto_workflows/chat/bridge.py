@@ -146,8 +146,9 @@ class Bridge:
         self._started: dict[tuple[History, bytes], NextPrompt] = {}
 
     def next(self, history: History, tools: tuple[Tool, ...]) -> NextPrompt:
-        """Make the prompt for the reply to `history`, the messages of a request with these `tools`. The bridge does not
-        change; `begin` and `add` tell it what becomes of the prompt.
+        """Make the prompt for the reply to `history`, the messages of a request with these `tools`: the tokens of the
+        longest completed turn that it continues, with the new messages behind, or else the whole history encoded. The
+        bridge does not change; `begin` and `add` tell it what becomes of the prompt.
 
         Raises:
             DataError: the template refuses the messages, or the tokenizer does not know a character.
@@ -221,7 +222,8 @@ class Renderer:
         self._knows_tools = "tools" in template.chat_template
 
     def whole(self, history: Sequence[Message], tools: Sequence[Tool]) -> Tokens:
-        """Render and encode a whole conversation, with the tokens that open the next reply.
+        """Render and encode a whole conversation, with the tokens that open the next reply. Tools of which the template
+        knows nothing are described in the system message.
 
         Raises:
             DataError: the template refuses the messages, or the tokenizer does not know a character.

@@ -98,7 +98,8 @@ def _made(source: GymSource, mark: str, count: int, seed: int, settings: Mapping
 
 
 def _question(source: GymSource, id: str, entry: Mapping[str, Any], again: dict[str, Any]) -> Question:
-    """Make a question from a dataset entry. `again`: settings that generate the entry again, for the gold answer."""
+    """Make a question from a dataset entry. The gold answer is JSON: `again`, settings that generate the entry again,
+    its answer, and a digest of its text."""
     text = str(entry["question"])
     instruction = ({"role": "system", "content": source.system_prompt},) if source.system_prompt else ()
     answer = None if entry["answer"] is None else str(entry["answer"])

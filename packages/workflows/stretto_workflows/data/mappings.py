@@ -65,7 +65,8 @@ def mapped(name: str, row: Values, place: str) -> Values:
 
 
 def _gsm8k(row: Values, place: str) -> Parts:
-    """Parts of a row of GSM8K: ``answer`` is a worked solution, with the gold answer in its last line, ``#### 72``."""
+    """Parts of a row of GSM8K: ``answer`` is a worked solution, the demonstration, with the gold answer in its last
+    line, ``#### 72``."""
     require(row, ("question", "answer"), place)
     worked = _text(row, "answer", place)
 
@@ -81,8 +82,8 @@ def _gsm8k(row: Values, place: str) -> Parts:
 
 
 def _math(row: Values, place: str) -> Parts:
-    r"""Parts of a row of MATH: the gold answer is the column ``answer``, or without one the solution's last
-    ``\boxed{}``."""
+    r"""Parts of a row of MATH: the gold answer is the column ``answer``, or without one the last ``\boxed{}`` of the
+    solution, which is the demonstration."""
     require(row, ("problem", "solution"), place)
     solution = _text(row, "solution", place)
 
@@ -161,7 +162,8 @@ def _livecodebench(row: Values, place: str) -> Parts:
 
 
 def _humaneval(row: Values, place: str) -> Parts:
-    """Parts of a row of HumanEval: the prompt is the head of a function, which the completion continues."""
+    """Parts of a row of HumanEval: the prompt is the head of a function, which the completion continues; the gold
+    answer is the row's tests as JSON, the demonstration its solution, if any."""
     require(row, ("prompt", "test", "entry_point"), place)
     tests = {name: row[name] for name in ("prompt", "test", "entry_point")}
     solution = {"demonstration": _text(row, "canonical_solution", place)} if row.get("canonical_solution") else {}

@@ -63,7 +63,8 @@ def compiled(source: str) -> Callable[[Mapping[str, Any], str], str]:
 
 def questions(source: RowsSource) -> tuple[list[Question], list[Question], list[str]]:
     """Read the questions; returns those for training, the last `held_out` ones, and notes for the user: how many
-    repeated rows were left out.
+    repeated rows were left out. They are left out if `duplicates` says so, or by default if the mapping's dataset
+    repeats its rows.
 
     Raises:
         DataError: the dataset cannot be read, has invalid rows, or no more rows than `held_out`.
