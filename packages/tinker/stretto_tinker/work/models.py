@@ -58,7 +58,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
 
 
 class _Accumulated(msgspec.Struct, frozen=True):
-    """State of the gradient in a snapshot, with the fields of `Live`."""
+    """State of the gradient in a snapshot: the fields `broken` and `grown` of `Live`."""
 
     broken: str
     grown: bool

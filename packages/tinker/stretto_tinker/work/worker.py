@@ -83,7 +83,8 @@ class Worker:
         self._thread.start()
 
     def stop(self, seconds: float = 30.0) -> None:
-        """Stop after the current turn, and write snapshots of models that have changed. Waits at most `seconds`."""
+        """Stop after the current turn, and write snapshots of models that have changed. Waits at most `seconds`; if the
+        thread ends by then, records that no request is being computed."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -408,7 +409,7 @@ class Worker:
 
     def _next(self, lane: Lane, sampling: Sampling) -> Waiting | None:
         """Take the next request for an engine out of the queue: that of the client with the fewest open requests. None
-        if no request can begin there."""
+        if no request can begin there, memory is full, or the record cannot be read now."""
         with self._wake:
             if (queue := self._asked.get(lane.weights)) is None or self._again or (self._full and lane.weights):
                 return None
