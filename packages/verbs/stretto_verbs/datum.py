@@ -281,8 +281,8 @@ def check_batch(batch: Batch, version: int, vocabulary: int, mark: str, place: s
 
 
 def _problems(one: object, vocabulary: int, longest: int, number: int, place: str) -> list[Problem]:
-    """List the mistakes in `one`, datum number `number`. `vocabulary`: number of the model's tokens; `longest`: its
-    context length; `place`: name of the called method, for messages."""
+    """List the mistakes in `one`, datum number `number`; only one, if it is no `Datum`. `vocabulary`: number of the
+    model's tokens; `longest`: its context length; `place`: name of the called method, for messages."""
     where, found = f"{place}: data[{number}]", list[Problem]()
     if not isinstance(one, Datum):
         return [Problem(where, f"is a {type(one).__name__}", "give a stretto.Datum")]

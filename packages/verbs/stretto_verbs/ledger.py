@@ -386,6 +386,7 @@ class TicketsInFlight:
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """Sample all completions of a group, whose id is that of `request`; returns them in the order of its members.
+        Those that the ledger or an earlier call has are continued or returned.
 
         Raises:
             RefusedRequest: the group is being sampled already, or turn by turn, or an engine refused it.

@@ -181,7 +181,8 @@ class LocalTrainer:
 
     @property
     def version(self) -> int:
-        """Version of the current policy."""
+        """Version of the current policy: one above that of the last `weights`, `save` or `load` if steps followed it,
+        else that one."""
         return self._published + self._stepped
 
     @property
