@@ -28,8 +28,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    """Value of an offered name. Its module is imported when it is first used, so that the sandbox alone loads no
-    computer algebra."""
+    """Value of an offered name; AttributeError for others. Its module is imported when it is first used, so that the
+    sandbox alone loads no computer algebra."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -370,8 +370,8 @@ class RewardModel:
         return {"input": re.sub(r"\{(prompt|completion)\}", lambda name: given[name[1]], self._config.text)}
 
     def _number(self, reply: bytes) -> float:
-        """Read the score from a reply. Raises Undecided if the reply lacks the configured form, or its number is not
-        finite or beyond ±1e6."""
+        """Read the score from a reply. Lists of one item stand for the item. Raises Undecided if the reply lacks the
+        configured form, or its number is not finite or beyond ±1e6."""
         key = _NUMBERS[self._config.form]
         try:
             rows = json.loads(reply)["data"]

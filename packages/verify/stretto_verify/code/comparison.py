@@ -133,7 +133,8 @@ def _close_value(expected: float, found: float) -> bool:
 
 
 def _close(expected: str, found: Fraction) -> bool:
-    """Whether a number equals the expected one, given as text, within the tolerance of the module's docstring."""
+    """Whether a number equals the expected one, given as text, within 1e-6 of its size, but at most half a unit of its
+    last decimal place (1e-6 for six places or more), and at least 1e-9."""
     wanted, shown = Fraction(expected), -int(Decimal(expected).as_tuple().exponent)
     last = Fraction(1, 2) / Fraction(10) ** shown if shown < _PLACES else Fraction(1, 10**_PLACES)
     return abs(found - wanted) <= max(min(_RELATIVE * abs(wanted), last), _ABSOLUTE)

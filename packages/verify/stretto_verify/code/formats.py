@@ -51,7 +51,8 @@ from builtins import *
 
 
 def parse_tests(given: object) -> ProgramTests:
-    """Parse tests in any form that the module's docstring lists.
+    """Parse tests: stretto's own list, or those of LiveCodeBench, DeepCoder, APPS, TACO, HumanEval or MBPP, also as
+    JSON text.
 
     Raises:
         BadTests: no form fits, or there are no tests; the message says which test is wrong, and how.
@@ -104,7 +105,8 @@ def _of_python(test: CallTest) -> CallTest:
 
 
 def _check_argument(value: object) -> None:
-    """Raise TypeError if a program would get another object than `value`: an array would come as bytes."""
+    """Raise TypeError unless `value` is None, a number, a text, bytes, or a list, tuple, set or dict of these: a
+    program would get another object (an array as bytes)."""
     if type(value) in (list, tuple, set, frozenset, dict):
         for item in value:  # type: ignore[attr-defined]  # it is one of these
             _check_argument(item)
@@ -210,8 +212,9 @@ def _test(test: Any, place: str, metadata: Mapping[str, Any]) -> StdinTest | Cal
 
 
 def _lists(inputs: object, outputs: object, name: object) -> ProgramTests:
-    """Tests from parallel lists of inputs and outputs; BadTests if they are none. With a function `name` the inputs are
-    lists of its arguments; without (None or "") they are texts for standard input."""
+    """Tests from parallel lists of inputs and outputs, in which 1 equals True; BadTests if they are none. With a
+    function `name` the inputs are lists of its arguments, and usual imports run before; without (None or "") they are
+    texts for standard input."""
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
         raise BadTests("'inputs' and 'outputs' are not lists of the same length")
     pairs = list(zip(inputs, outputs, strict=True))

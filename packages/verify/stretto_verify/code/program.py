@@ -145,7 +145,8 @@ def _blocks(text: str) -> tuple[list[str], bool]:
 
 
 def _closing(fences: Sequence[re.Match[str]], start: int, ticks: str) -> Iterator[int]:
-    """Indices of the fences from `start` on that may close a block opened with `ticks`."""
+    """Indices of the fences from `start` on that may close a block opened with `ticks`: at least as many, without a
+    label or bullet."""
     for number in range(start, len(fences)):
         fence = fences[number]
         if fence["ticks"].startswith(ticks) and not fence["label"] and not fence["bullet"]:

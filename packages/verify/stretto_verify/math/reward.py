@@ -107,7 +107,7 @@ def math(prompt: str, completion: str, answer: str) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _checked(answer: str) -> str:
-    """Reason why `answer` cannot be a gold answer; empty if it can."""
+    """Reason why `answer` cannot be a gold answer; empty if it can. Raises Undecided if it is empty or too large."""
     piece = gold_piece(answer)
     try:
         _understand(read(piece.text))

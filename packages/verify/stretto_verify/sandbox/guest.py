@@ -109,8 +109,9 @@ class Guest:
             self._control.send(self._run(seconds, patience, given))
 
     def _run(self, seconds: float, patience: float, given: list[int]) -> bytes:
-        """Run one program, within CPU `seconds` and wall-clock `patience`; return the packed `REPLY`: how it ended.
-        `given`: descriptors of its input, output, errors and task; they are closed here."""
+        """Run one program, within CPU `seconds` and wall-clock `patience`; return the packed `REPLY`: how it ended,
+        with the problem if it could not be started. `given`: descriptors of its input, output, errors and task; they
+        are closed here."""
         start = time.monotonic()
         told, tell = os.pipe()
         child = _fork(self._settings["namespaces"])
@@ -127,8 +128,8 @@ class Guest:
         return REPLY.pack(status, timed_out, time.monotonic() - start, processor, usage.ru_maxrss * 1024) + problem
 
     def _wait(self, child: int, seconds: float, until: float) -> tuple[bool, float]:
-        """Wait for the child. Return whether it was killed for a limit, and its CPU seconds at the last look, 0 without
-        one.
+        """Wait for the child. Return whether it was killed for a limit (not by the host), and its CPU seconds at the
+        last look, 0 without one.
 
         It is killed after `seconds` of CPU time (and not before as much wall-clock time), at the time `until`, or when
         the host orders it or is gone.
@@ -310,8 +311,8 @@ def _drop_capabilities() -> None:
 
 
 def _landlock(files: int, scopes: int, read: Iterable[str], write: Iterable[str]) -> None:
-    """Allow only reads below `read` and writes below `write`. `files` and `scopes`: bit masks of the access rights that
-    are restricted."""
+    """Allow this process, from now on, only reads below `read` and reads and writes below `write`; OSError if the
+    kernel refuses. `files` and `scopes`: bit masks of the access rights that are restricted."""
     attributes = struct.pack("<QQQ", files, 0, scopes)
     size = 24 if scopes else 8
     ruleset = _checked("landlock_create_ruleset", _syscall(_LANDLOCK_CREATE, attributes, size, 0))

@@ -84,7 +84,7 @@ def _flush() -> None:
 
 
 def _flush_all() -> None:
-    """Flush all streams, including the original ones, which a program may have replaced."""
+    """Flush standard output and errors, and the original standard output, which a program may have replaced."""
     _flush()
     if sys.__stdout__ is not None and not sys.__stdout__.closed:
         sys.__stdout__.flush()

@@ -134,7 +134,8 @@ def _same_numbers(gold: Number, answer: Number, factor: sympy.Rational) -> bool:
 
 
 def _approximates(short: Number, exact: Number) -> bool:
-    """Whether `short`, a decimal with enough digits, is `exact` rounded to the last place of `short`."""
+    """Whether `short`, a decimal with enough digits, is `exact` rounded to the last place of `short`. False if `exact`
+    is a decimal of no more places."""
     if not _fine_enough(short) or (exact.places is not None and exact.places <= (short.places or 0)):
         return False
     return bool(abs(short.value - exact.value) * 2 * 10 ** (short.places or 0) <= 1)
