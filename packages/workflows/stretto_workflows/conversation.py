@@ -197,7 +197,8 @@ class Conversation:
         repeatable: bool = False,
     ) -> str:
         """Call `function`, which may be asynchronous, with the arguments (a mapping: by keyword); returns its result as
-        text. A result that is not text is converted to JSON, an exception to ``"TYPE: MESSAGE"``.
+        text. A result that is not text is converted to JSON, an exception to ``"TYPE: MESSAGE"`` (SystemExit,
+        KeyboardInterrupt and the trajectory's own cancellation are raised).
 
         The result is recorded by `name` and arguments: a trajectory that runs again after a crash gets it without a
         call. A call that the crash interrupted fails the trajectory, unless it is `repeatable` (has no side effects).

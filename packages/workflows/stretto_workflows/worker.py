@@ -110,8 +110,8 @@ class MemberThread:
             return
 
     async def _until_told(self) -> None:
-        """Run the workflow to its end, and send its result. The event loop ends later, if the workflow has left a
-        thread behind."""
+        """Run the workflow to its end, cancel the tasks that it has left, and send its result. The event loop ends
+        later, if the workflow has left a thread behind."""
         ended = await self._ended()
         await cancel_and_wait([*(asyncio.all_tasks() - {asyncio.current_task()})])
         await asyncio.get_running_loop().shutdown_asyncgens()

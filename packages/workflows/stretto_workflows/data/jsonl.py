@@ -60,8 +60,8 @@ def lines_of(path: Path) -> Iterator[tuple[int, str, str]]:
 
 def read_each(name: str, rows: Iterable[tuple[str, Given]], read: Callable[[Given, str], Read]) -> list[Read]:
     """Call ``read(row, place)`` for each ``(place, row)`` of `rows`; returns the results, in order. Mistakes of all
-    rows are raised together. A DataError of the iterator `rows` itself ends the reading and is raised with them.
-    `name`: of the file, for the error about all of it.
+    rows are raised together, equal ones and many kinds shortened to a count. A DataError of the iterator `rows` itself
+    ends the reading and is raised with them. `name`: of the file, for the error about all of it.
 
     Raises:
         DataError: rows are invalid, or there are none.
@@ -241,7 +241,8 @@ def object_of(line: str, place: str) -> dict[str, Any]:
     """Parse one line as a JSON object. `place`: for errors.
 
     Raises:
-        DataError: the line is not valid JSON, not an object, has a key twice, or a number of thousands of digits.
+        DataError: the line is not valid JSON, not an object, has a key twice, NaN or Infinity, or a number of thousands
+            of digits.
     """
     try:
         row = json.loads(line, parse_constant=_no_number, object_pairs_hook=once)
