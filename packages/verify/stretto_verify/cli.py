@@ -86,7 +86,7 @@ def _row(line: str, needed: str) -> dict[str, Any]:
     """Parse one line.
 
     Raises:
-        ValueError: it is no object with a text `completion` and the field `needed`.
+        ValueError: it is no object with a text `completion` and the field `needed` ("gold": a text or a number).
     """
     try:
         row = json.loads(line)

@@ -276,7 +276,8 @@ class Judge:
         self._config, self._asker = config, Asker(config, "/chat/completions", "the judge")
 
     def __call__(self, prompt: str, completion: str, answer: str) -> float:
-        """Score of a completion divided by the best possible score: 0 to 1. Asks the server, with retries.
+        """Score of a completion divided by the best possible score, `full` or the reply's own ("4/5"): 0 to 1. Asks the
+        server, with retries.
 
         Raises:
             Undecided: the judge did not reply within the configured `seconds`, refused, or its reply does not end by

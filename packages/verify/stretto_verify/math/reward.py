@@ -155,8 +155,8 @@ def gold_piece(answer: str) -> FinalAnswer:
 
 def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
     """Whether two final answers are equal: compared strictly, else by math-verify; Undecided if neither can, or if
-    `given` exceeds the limits. False also if `given` breaks off, has another modulus or other connectives, or only
-    repeats an equation of the question, `prompt`."""
+    `given` exceeds the limits. False also if `given` breaks off, has a further answer, has another modulus or other
+    connectives, or only repeats an equation of the question, `prompt`."""
     check_piece(given.text)
     given = _with_point(given, gold)
     if _is_unfinished(given.text) or _differ_in_connectives(gold.text, given.text):

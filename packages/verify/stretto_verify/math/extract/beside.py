@@ -110,14 +110,14 @@ def is_changed_behind(after: str) -> bool:
 
 
 def is_compared(before: str, after: str) -> bool:
-    """Whether a number is what another one exceeds a third by: "the answer is 42 more than that". Of one who is no
-    number ("Tom is 5 years older than Ann") it is the answer. `before`: in lower case."""
+    """Whether a number is only the difference of two others: "the answer is 42 more than that". False if one of them is
+    no number ("Tom is 5 years older than Ann"): then the difference is the answer. `before`: in lower case."""
     return _THAN.match(after) is not None and _IS_COMPARED.search(before) is not None
 
 
 def is_bounded(before: str) -> bool:
-    """Whether the text before a number, in lower case, makes it a bound: "at most 42". A box around it tells that it is
-    the answer."""
+    """Whether the text before a number, in lower case, makes it a bound: "at most 42". (`denied` asks only for a number
+    without a box, since a box marks an answer.)"""
     return _BOUND.search(before) is not None
 
 

@@ -87,8 +87,8 @@ def _periodic(text: str) -> str:
 
 
 def _system(found: re.Match[str]) -> str:
-    """Rows of a system, found by `_SYSTEM`, as a list; cases with conditions as a list of pairs. Matrices are
-    unchanged."""
+    """Rows of a system, found by `_SYSTEM`, as a list; cases with conditions as a list of pairs. Unchanged: matrices,
+    and systems with a row or condition of another form."""
     rows = [row.strip() for row in re.split(r"\\\\(?:\[[^\]]*\])?", found[2]) if row.strip()]
     cells = [[cell.strip(" ,;.") for cell in row.split("&")] for row in rows]
     if "align" in found[1] or found[1] == "split" or all(_SIGN.match(row[-1]) for row in cells):

@@ -109,7 +109,8 @@ def read(piece: str) -> Node:
 
 
 def node(text: str) -> Node:
-    """Parse a text in canonical spelling (see `spelling.spelled`). Raises Unreadable for an unknown form, and LeftOver
+    """Parse a text in canonical spelling (see `spelling.spelled`) as the first that fits: a phrase, choice, matrix,
+    words, list, relation, union, brackets, ±, ratio, or a scalar. Raises Unreadable for an unknown form, and LeftOver
     where a part outside the structure could be an answer too."""
     text = _outer(_INTRODUCED.sub("", text))
     if not text:
