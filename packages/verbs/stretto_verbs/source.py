@@ -157,7 +157,8 @@ class SourceApart:
     replaced, and its completions start again from their first token."""
 
     def __init__(self, model: Path, config: EngineConfig, deadlines: DeadlinesConfig) -> None:
-        """Start the engines; returns when all are ready. `model`: model folder.
+        """Start the engines; returns when all are ready. After an error all are ended; logs stay. `model`: model
+        folder.
 
         Raises:
             ModelFolderError: the folder has no valid config.

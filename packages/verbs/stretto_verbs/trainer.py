@@ -377,7 +377,8 @@ class LocalTrainer:
             self._write(place, adapters_only=adapters_only)
 
     def _write(self, place: Path, *, adapters_only: bool) -> None:
-        """Write what `export` writes, into a folder that may be replaced."""
+        """Write the policy into a folder that may be replaced: adapters merged, and also alone to the sub-folder
+        ``adapter``; or only the adapters."""
         model = self._learner.model
         if self._lora is not None and adapters_only:
             with whole_folder(place) as partial:

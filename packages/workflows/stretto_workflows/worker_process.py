@@ -330,7 +330,8 @@ class WorkflowProcess:
         self.lost.set_result(how)
 
     def _take(self, message: FromWorker) -> None:
-        """Handle one message of the worker. Raises WireError for a message that a correct worker does not send."""
+        """Handle one message of the worker: settle a result or a call, cancel or begin an order; drop it if its
+        trajectory has ended. Raises WireError for too many of these, and for what a correct worker does not send."""
         if isinstance(message, WorkflowReady | WorkflowRefused):
             raise WireError(f"{self.name} said that it is ready a second time")
         member = self._members.get(message.run)

@@ -195,8 +195,9 @@ class Bridge:
         return (known[0] if known else None), len({turn.tokens for turn in known}) > 1
 
     def _cause(self, history: History, tools: tuple[Tool, ...], found: CompletedTurn | None) -> str:
-        """Return the cause of the branch that `history` begins; "" if none begins. `found`: the completed turn that it
-        continues; None: it continues none."""
+        """Return the cause of the branch that `history` begins: "tools_changed", "fork" (another turn goes on from
+        `found` too), or that of `_difference`; "" if none begins. `found`: the completed turn that it continues; None:
+        none."""
         size = 0 if found is None else len(found.history)
         longer = [turn for turn in self._turns if turn.live and len(turn.history) > size]
         if not longer:
@@ -281,7 +282,8 @@ class Renderer:
         return self._template.render_chat(written, opening=opening, **offered)
 
     def _written(self, history: Sequence[Message]) -> list[dict[str, Any]]:
-        """Convert messages to dicts for the template; tool calls and results become text if it has no tools."""
+        """Convert messages to dicts for the template; if it has no tools, calls become text, and results, joined, user
+        messages."""
         if self._knows_tools:
             return [_native(message) for message in history]
         written: list[dict[str, Any]] = []

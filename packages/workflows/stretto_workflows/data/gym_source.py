@@ -52,7 +52,7 @@ def _place(source: GymSource) -> str:
 
 def _settings(source: GymSource) -> dict[str, Any]:
     """Parameters of the task at the curriculum's level, if one is given, overridden by those of the recipe. Raises
-    DataError for an unknown task, level or parameter."""
+    DataError for an unknown task, level or parameter, and for the task "composite"."""
     factory = package("reasoning_gym.factory", "reasoning", _place(source))
     if source.task not in factory.DATASETS:
         raise DataError([Problem(_place(source), "there is no such task", nearest(source.task, factory.DATASETS))])
