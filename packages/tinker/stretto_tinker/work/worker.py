@@ -189,8 +189,7 @@ class Worker:
             self.models.retire(id)
 
     def _guarded(self, piece: Callable[[], None]) -> None:
-        """Call a piece of work; an unexpected error (a bug) is logged and ends only this piece. Then it pauses, before
-        the next one."""
+        """Call a piece of work; an unexpected error (a bug) ends only this piece: it is logged, and a pause follows."""
         try:
             piece()
         except Exception:  # the thread must go on, for other clients
@@ -442,8 +441,7 @@ class Worker:
         return True
 
     def _forget_engine(self, path: str) -> None:
-        """Let new requests load the weights at `path` again. Open requests continue with the weights that they began
-        with."""
+        """Let new requests load the weights at `path` again; open ones continue with those that they began with."""
         self._engines.drop(path)
         with self._wake:
             for lane in [lane for lane in self._samplings if lane.weights == path]:
@@ -467,8 +465,7 @@ class Worker:
 
     def _retire(self, model: str, ended: str) -> None:
         """Remove a model from memory once its accepted requests are computed. `ended`: why no further request of the
-        model will come; "" if some may. With a reason, requests that wait for a missing one before them fail with it.
-        """
+        model will come; "" if some may. With a reason, requests fail that wait for a missing one before them."""
         with self._wake:
             lane = self._models.get(model)
             if lane is not None and lane.next in lane.waiting:
