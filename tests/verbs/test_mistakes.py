@@ -13,6 +13,7 @@ import torch
 import stretto
 from stretto.core.records import Prompt
 from stretto.launch.recipe.recipe import validate
+from tests.engine.byte_policy import NAME, build_byte_policy
 from tests.verbs.test_scheduler import said
 
 ROOT = Path(__file__).parents[2]
@@ -193,6 +194,25 @@ def test_answers_that_do_not_fit_their_group() -> None:
     with pytest.raises(stretto.DataError, match=r"advance: no batch was taken; call it once after each batch"):
         scheduler.advance(1)
     scheduler.finish(ticket, [said(0), said(0)], [1.0, None])  # all of it can be said again
+
+
+def test_what_a_grammar_shaped_is_plain_generation_and_never_trained_on(tmp_path: Path) -> None:
+    pytest.importorskip("llguidance")
+    folder = build_byte_policy(tmp_path / NAME)
+    scheduler = stretto.Scheduler([(70, 71)], batch_size=1, group_size=1)
+    ticket = scheduler.admit()
+    assert ticket is not None
+    with stretto.Engine.load(folder, cache_gib=0.02) as engine:
+        for asked in ({"prompt": ticket}, {"prompt": (70, 71), "turn": (ticket, 0)}):
+            with pytest.raises(stretto.RefusedRequest, match="grammar: beside a ticket; leave it out: the trainer"):
+                engine.sample(**asked, grammar='start: "yes" | "no"')
+        [shaped] = engine.sample((70, 71), max_tokens=6, grammar='start: "yes" | "no"')
+        plain = engine.sample(ticket, max_tokens=6)
+    own = stretto.Trainer(folder).forward([stretto.Datum.of((70, 71), shaped.token_ids)]).logprobs[0][1:]
+    assert max(abs(one - two) for one, two in zip(own, shaped.logprobs, strict=True)) > 1  # ratios far from 1
+    with pytest.raises(stretto.DataError, match=r"answers\[0\]\[0\]: was sampled under a grammar, .* without one"):
+        scheduler.finish(ticket, [shaped], [1.0])
+    scheduler.finish(ticket, plain, [1.0])
 
 
 def test_numbers_of_numpy_and_torch_are_numbers() -> None:

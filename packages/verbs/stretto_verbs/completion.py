@@ -37,6 +37,7 @@ class TextCompletion(Record, frozen=True):
     interrupted: int = 0
     top_logprobs: tuple[Likeliest, ...] = ()  # most likely tokens at each position, if they were requested
     tokenizer: str = ""  # mark of the engine's tokenizer; "": not known
+    constrained: bool = False  # sampled under a grammar, which no trainer knows: it cannot be trained on
 
     @property
     def segment(self) -> Segment:
@@ -69,7 +70,8 @@ def mark_of(tokenizer: Tokenizer) -> str:
 
 
 def check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
-    """Check the numbers of a completion, and that it was sampled with the tokenizer of the prompts.
+    """Check the numbers of a completion, and that it was sampled without a grammar and with the tokenizer of the
+    prompts.
 
     Args:
         mark: of that tokenizer (`mark_of`). "": not known; then tokenizers are not compared, nor if the completion has
@@ -77,9 +79,12 @@ def check_numbers(turn: TextCompletion, mark: str, place: str) -> None:
         place: name of the argument, for messages.
 
     Raises:
-        DataError: a log-probability is above 0 (0.001 for rounding) or NaN, a token id or version is negative, or the
-            tokenizer is another one.
+        DataError: a log-probability is above 0 (0.001 for rounding) or NaN, a token id or version is negative, the
+            tokenizer is another one, or a grammar constrained the sampling.
     """
+    if turn.constrained:
+        told = "was sampled under a grammar, so its log-probabilities are not those that the trainer computes"
+        raise DataError([Problem(place, told, "sample what is trained on without one")])
     if odd := [one for one in turn.logprobs if not one <= LARGEST_LOGPROB]:  # also finds NaN
         raise DataError([Problem(place, f"a log-probability of {odd[0]}", AS_RETURNED)])
     if min(turn.token_ids, default=0) < 0 or min(turn.versions, default=0) < 0:

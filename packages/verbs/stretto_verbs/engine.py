@@ -207,8 +207,8 @@ class LocalEngine:
                 Sampling the same turn a second time gives another completion.
             **sampling: `max_tokens` (256), `temperature` (1; 0 always takes the most likely token), `top_p`, `top_k`,
                 `min_p`, `stop` (texts that end a completion), `stop_token_ids` (default: the model's end-of-sequence
-                tokens), `grammar`, `top_logprobs` (number of most likely tokens to return at each position; not with
-                `turn`).
+                tokens), `grammar` (not for training), `top_logprobs` (number of most likely tokens to return at each
+                position; not with `turn`).
 
         Raises:
             DataError: the prompt has characters that the tokenizer does not know, an argument has the wrong type, or a
@@ -260,6 +260,9 @@ class LocalEngine:
         given twice. With a ledger, the request of a ticket has the ticket's group id."""
         check("sample", n=(n, COUNT), seed=(seed, WHOLE.or_none), seeds=(seeds, SEEDS.or_none))
         check("sample", turn=(turn, TURN.or_none))
+        if sampling.get("grammar") and (turn is not None or isinstance(prompt, Ticket)):
+            remedy = "leave it out: the trainer does not know which tokens it allowed"
+            raise RefusedRequest("grammar", "beside a ticket", remedy)
         alone = n == 1 and seed is None
         if turn is not None:
             if seeds is not None or not alone or isinstance(prompt, Ticket) or "top_logprobs" in sampling:
@@ -397,9 +400,10 @@ class LocalEngine:
     def _texts(self, requests: Sequence[GenerateRequest], found: Sequence[Completion]) -> list[TextCompletion]:
         """Convert completions, in the order of the requests and of their seeds."""
         places = {request.id: at for at, request in enumerate(requests)}
-        return [self._text(one) for one in sorted(found, key=lambda one: (places[one.request], one.member))]
+        ordered = sorted(found, key=lambda one: (places[one.request], one.member))
+        return [self._text(one, bool(requests[places[one.request]].sampling.grammar)) for one in ordered]
 
-    def _text(self, found: Completion) -> TextCompletion:
+    def _text(self, found: Completion, constrained: bool) -> TextCompletion:
         return TextCompletion(
             text=self.tokenizer.decode(found.token_ids),
             token_ids=found.token_ids,
@@ -409,6 +413,7 @@ class LocalEngine:
             interrupted=found.interrupted,
             top_logprobs=found.top_logprobs,
             tokenizer=self._mark,
+            constrained=constrained,
         )
 
 
