@@ -3,7 +3,8 @@ where the constant is 12, the order is given again to an engine that is still bu
 (prime-rl#3599, verl#2445, rllm#677).
 
 Promises: a load that takes ten times its deadline and goes on is waited for, and ordered once; one that has come to a
-standstill is named. No wait of minutes is a constant: each has its key in `[deadlines]`, and comes to where it is kept.
+standstill is named. The same holds for the load of the model, before an engine or the trainer can be asked. No wait of
+minutes is a constant: each has its key in `[deadlines]`, and comes to where it is kept.
 """
 
 import ast
@@ -24,9 +25,13 @@ from stretto.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.loop.config import DeadlinesConfig
+from stretto.loop.engines.pool import EnginePool
+from stretto.loop.trainer_link import TrainerLink
 from stretto.model.hf.folder import load_policy
 from tests.engine.serving import Mailbox, until_up
 from tests.launch.running import TINY
+from tests.loop.test_pool import played as engines_played
+from tests.loop.test_trainer_link import played as trainer_played
 
 DEADLINE = 0.3
 #: Seconds and more that stand in the code, and why no key is needed for them.
@@ -92,6 +97,30 @@ def test_a_load_that_takes_ten_times_its_deadline_and_goes_on_is_ordered_once(sh
 def test_a_load_that_stands_still_is_named(short_folder: Path) -> None:
     with pytest.raises(DeadlineExceeded, match=r"engine-0 waited 0\.3 s for engine-0 to load version 1"):
         updated(short_folder, seconds=30.0, still=True)
+
+
+@pytest.mark.parametrize("start", ["grows 4", "hangs 4"])
+def test_a_model_that_goes_on_being_loaded_is_waited_for_and_an_engine_that_hangs_meanwhile_is_replaced(
+    short_folder: Path, start: str
+) -> None:
+    """Each start may take 0.9 s; the one that goes on takes three, and the processes' heartbeats are not missed."""
+    said: list[str] = []
+    (short_folder / "newest").write_text(start)
+
+    async def work(fleet: EnginePool) -> int:
+        return fleet.live
+
+    settings = {"start": 0.6, "save": 0.3, "hung": 60.0}
+    assert engines_played(short_folder, work, 1, said.append, **settings) == 4
+    late = "engine-0 conductor waited 0.9 s for engine-0 to be ready and gave up: a new one is started"
+    assert said == [late] * (start == "hangs 4")
+
+
+def test_a_trainer_that_goes_on_loading_its_model_is_waited_for(tmp_path: Path) -> None:
+    async def work(link: TrainerLink) -> bool:
+        return link.ready
+
+    assert trainer_played(tmp_path, ["grows"], work, start=0.9)
 
 
 def test_every_deadline_of_a_recipe_comes_to_where_it_is_kept(

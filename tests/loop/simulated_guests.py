@@ -73,6 +73,9 @@ class SimulatedProcess:
         self._end, self.killed = asyncio.get_running_loop().create_future(), False
         self.client.begins(self.newest())
 
+    def loaded(self) -> int:
+        return 0
+
     async def ended(self) -> str:
         assert self._end is not None
         gone = asyncio.ensure_future(self.machine.gone.wait())

@@ -58,12 +58,11 @@ def played(folder: Path, work: Work[T], count: int = 2, say: Callable[[str], Non
             mailbox_folder=str(folder),
             config=EngineConfig().model_dump_json(),
             threads=1,
-            publication_seconds=20.0,
+            publication_seconds=deadlines.get("save", 20.0),
         )
         for number in range(count)
     ]
-    server = toys()
-    before = engines()
+    server, before = toys(), engines()
 
     async def main() -> T:
         settings = DeadlinesConfig.model_validate({"start": 20.0, "answer": 5.0} | deadlines)

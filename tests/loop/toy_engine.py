@@ -7,13 +7,14 @@ answer wrong, 8 answers nothing any more. It never loads version 99, and answers
 one that starts with it serves it. Its spans are numbered, and take a moment. The file ``SPEC.model`` holds the
 newest version; or "broken", with which no engine starts; or "mistaken", the same, as by a mistake of the user; or
 "killed VERSION": the first engine that starts takes the word away and kills itself; or "hangs VERSION": the same, and
-it is never ready.
+it is never ready; or "grows VERSION": the same, and it loads for three seconds before it listens.
 """
 
 import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import msgspec
@@ -126,17 +127,28 @@ def mistaken(place: Path) -> None:
     raise DataError([Problem(str(place), "lacks a weight", "mend it"), Problem("a: b", "another one")])
 
 
+def load() -> None:
+    """Take up a large model for three seconds."""
+    loaded = list[bytes]()
+    for _ in range(60):
+        loaded.append(b"w" * (2 << 20))
+        time.sleep(0.05)
+
+
 async def play(text: str) -> None:
     spec = msgspec.json.decode(text, type=ToySpec)
     begin_role()
     print(f"listens at {spec.address}", flush=True)
     socket = spec.address.removeprefix("unix:")
     newest = Path(spec.model)
-    if (words := newest.read_text().split())[0] in ("killed", "hangs"):
+    if (words := newest.read_text().split())[0] in ("killed", "hangs", "grows"):
         whole = newest.with_name("whole")
         whole.write_text(words[1])
         whole.replace(newest)  # at once: another engine may read it meanwhile
-        os.kill(os.getpid(), signal.SIGKILL if words[0] == "killed" else signal.SIGSTOP)
+        if words[0] == "grows":
+            load()
+        else:
+            os.kill(os.getpid(), signal.SIGKILL if words[0] == "killed" else signal.SIGSTOP)
     if words[0] == "mistaken":
         sys.exit(run_role(lambda: mistaken(newest), lambda failed: print(f"{spec.name}: {failed.problem}", flush=True)))
     engine = ToyEngine(int(newest.read_text()), Path(socket))

@@ -2,7 +2,8 @@
 
 The file ``SPEC.model`` has one line for each process that is started, what it is to do: "works"; "dies" in its first
 step; "is killed" or "hangs" (SIGSTOP) before it is ready; "sleeps" or "computes" in its first step, and never ends it;
-"lingers", which is to begin like one that works, and slowly; "loses" a rank once it has published, and ends; "writes" a
+"lingers", which is to begin like one that works, and slowly;
+"grows": the same, by three seconds in which it loads; "loses" a rank once it has published, and ends; "writes" a
 checkpoint after the step behind it, "writes nothing" of it and dies, or "cannot write" it; "lags", which is to write
 the version of its first step after the next one; "keeps" that version, and dies in the next step; "goes on" from
 version 1; "fails" to write it. Whoever is started takes its line away.
@@ -35,6 +36,7 @@ from stretto.trainer.messages import (
     Train,
     Trained,
 )
+from tests.loop.toy_engine import load
 
 
 class ToySpec(msgspec.Struct):
@@ -74,6 +76,8 @@ def play(text: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if part == "lingers":
         time.sleep(0.3)
+    if part == "grows":
+        load()
     channel: RoleEnd[ToTrainer] = RoleEnd(spec.descriptor, TO_TRAINER)
     channel.send(Ready(version=version))
     while (order := channel.receive()) is not None:

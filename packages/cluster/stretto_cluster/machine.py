@@ -220,6 +220,10 @@ class RemoteProcess:
         """Whether the process has ended, by a signal."""
         return self._end is not None and self._end.done() and self._end.result().killed
 
+    def loaded(self) -> int:
+        """Return 0: the agent does not tell its memory."""
+        return 0
+
     async def start(self, spec: msgspec.Struct, threads: int) -> None:
         """Order the start of the process with this spec and number of threads; returns when the agent has reported it.
 

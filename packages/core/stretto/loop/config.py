@@ -9,7 +9,9 @@ class DeadlinesConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=Fals
     """Deadlines in seconds for the events below, and restart budgets. A wait that exceeds its deadline fails with an
     error that names who waited, and for what; it ends the run, unless the role it waited for can be replaced."""
 
-    start: float = Field(180.0, gt=0, description="a role to load its model and to be ready")
+    start: float = Field(
+        180.0, gt=0, description="a role to load its model and to be ready; restarts with any progress"
+    )
     warm_start: float = Field(3600.0, gt=0, description="the whole supervised warm start")
     answer: float = Field(
         600.0, gt=0, description="an engine to send the next completion; restarts with each new token"

@@ -198,7 +198,7 @@ class TrainerLink:
         if self._elsewhere is not None:
             awaited = await self._receive(RanksAwaited, "to say where its ranks join", self._deadlines.start)
             await self._elsewhere(awaited, spec)
-        ready = await self._receive(Ready, "to be ready", self._deadlines.start)
+        ready = await self._receive(Ready, "to be ready", self._deadlines.start, self._loaded)
         updates: list[Update] = []
         if recovery is None:
             return updates
@@ -319,11 +319,16 @@ class TrainerLink:
             return self._failure(reply)
         return RoleDied("trainer", reply.how if isinstance(reply, RankLost) else how, str(self.process.log))
 
-    async def _receive(self, kind: type[Reply], awaited: str, seconds: float) -> Reply:
+    async def _loaded(self) -> object:
+        return self.process.loaded()
+
+    async def _receive(
+        self, kind: type[Reply], awaited: str, seconds: float, progress: Callable[[], Awaitable[object]] | None = None
+    ) -> Reply:
         self._abandoned = True
         try:
             assert self._replies is not None, "it has been started"
-            reply = await self._replies.next(awaited, seconds)
+            reply = await self._replies.next(awaited, seconds, progress)
         except RoleDied:
             raise RoleDied("trainer", await self.process.last_words(), str(self.process.log)) from None
         self._abandoned = False

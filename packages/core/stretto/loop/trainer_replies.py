@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
-from stretto.core.deadlines import deadline
+from stretto.core.deadlines import deadline, standstill
 from stretto.core.errors import UNREADABLE, RoleFailed, StrettoError, WireError
 from stretto.processes.channel import ConductorEnd
 from stretto.trainer.messages import CheckpointFailed, CheckpointSaved, FromTrainer, Published
@@ -24,19 +24,23 @@ class TrainerReplies:
         self._end: StrettoError | None = None
         self._task = asyncio.create_task(self._listen(), name="replies of the trainer")
 
-    async def next(self, awaited: str, seconds: float) -> FromTrainer:
+    async def next(
+        self, awaited: str, seconds: float, progress: Callable[[], Awaitable[object]] | None = None
+    ) -> FromTrainer:
         """Wait for the next reply to an order (not for a notice of a checkpoint or version), and return it.
 
         Args:
             awaited: what is awaited, for the error message, such as "to finish step 7".
             seconds: deadline.
+            progress: the deadline restarts whenever its result changes (`standstill`); None: it does not.
 
         Raises:
             DeadlineExceeded: no reply came within `seconds`.
             RoleDied: the trainer closed its end of the channel.
             WireError: a message cannot be decoded.
         """
-        async with deadline("conductor", f"{self._channel.role} {awaited}", seconds):
+        wait = "conductor", f"{self._channel.role} {awaited}", seconds
+        async with deadline(*wait) if progress is None else standstill(*wait, progress):
             reply = await self._replies.get()
         if isinstance(reply, StrettoError):
             self._replies.put_nowait(reply)  # later callers get the same

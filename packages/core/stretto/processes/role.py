@@ -18,7 +18,7 @@ from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.processes.heartbeat import HEARTBEAT
 from stretto.processes.spawn import FRESH, GUESS, RunningProcess, Spawn, Spawner
-from stretto.processes.tree import cpu_ticks
+from stretto.processes.tree import cpu_ticks, resident_bytes
 
 _END_SECONDS = 10.0
 _REAP_SECONDS = 5.0
@@ -26,6 +26,7 @@ _LISTEN_SECONDS = 0.5
 _IMPORT_SECONDS = 10.0
 _LONGEST_POLL = 1.0
 _READ_BYTES = 4096
+_MIB = 1 << 20
 
 
 class RoleProcess:
@@ -63,6 +64,7 @@ class RoleProcess:
         self._process: RunningProcess | None = None
         self._end: asyncio.Task[str] | None = None
         self._killed_here = False  # by `kill`
+        self._loaded = 0
         self._changing = asyncio.Lock()  # `stop` waits until `start` is done
 
     async def start(
@@ -85,7 +87,7 @@ class RoleProcess:
         """
         async with self._changing:
             self._process = self._end = None
-            self._killed_here = False
+            self._killed_here, self._loaded = False, 0
             with contextlib.ExitStack() as undo:
                 try:
                     heartbeat = Heartbeat()
@@ -150,6 +152,12 @@ class RoleProcess:
     def cpu_seconds(self) -> float:
         """CPU seconds so far, kernel time included; 0 once it has ended."""
         return cpu_ticks(self.pid) / os.sysconf("SC_CLK_TCK")
+
+    def loaded(self) -> int:
+        """Most memory that the process and its descendants had at a call of this since its start, in MiB: it grows
+        while the role loads a model, and stands still when it hangs."""
+        self._loaded = max([self._loaded, *(resident_bytes(pid) // _MIB for pid in self.pids)])
+        return self._loaded
 
     async def ended(self) -> str:
         """Wait for the end of the process; returns how it ended, as "was killed by SIGKILL". No deadline: a healthy
@@ -247,6 +255,9 @@ class ReplaceableProcess(Protocol):
 
     @property
     def killed(self) -> bool: ...
+
+    def loaded(self) -> int:
+        """A number that grows while the process loads its model; 0: not known."""
 
     async def start(self, spec: msgspec.Struct, threads: int) -> None:
         """Start the process with its `spec` as JSON and `threads` threads of numeric libraries.

@@ -170,11 +170,18 @@ class EngineHandle:
             RoleDied: the process ended, by itself or because its weights were not proven.
             UnprovenWeights: its weights were not proven, nor were those of the process before it.
             WireError: the newest version is damaged, or not of this model.
-            DeadlineExceeded: the engine made no progress for `deadlines.start` plus `publication_seconds`.
+            DeadlineExceeded: it loaded nothing further for `deadlines.start` plus `publication_seconds`.
         """
         self._becomes(EngineState.STARTING, None)
         await self.process.start(self.spec, self.spec.threads)
-        seconds, moved = self.deadlines.start + publication_seconds, self.client.moved
+        seconds, checked = self.deadlines.start + publication_seconds, None
+
+        async def moved() -> object:  # before it listens, only its process shows that it loads its model
+            nonlocal checked
+            told = await self.client.moved()
+            checked = checked if told is None else told
+            return self.process.loaded(), checked
+
         while True:
             async with standstill("conductor", f"{self.name} to be ready", seconds, moved):
                 version = await self._newest(say)

@@ -168,12 +168,12 @@ class EnginePool:
 
     async def start(self, version: int) -> None:
         """Publish `version`, and start the run's own engines; returns when each serves it or a later publication.
-        Guests may have joined before. An engine that is killed meanwhile is replaced.
+        Guests may have joined before. An engine that is killed meanwhile, or hangs, is replaced.
 
         Raises:
-            RoleDied: an engine ended by itself, or was killed more often than `deadlines.engine_restarts`.
+            RoleDied: an engine ended by itself, or was replaced more often than `deadlines.engine_restarts`.
             RoleFailed: an engine ended because of a user's mistake.
-            UnprovenWeights, WireError, DeadlineExceeded: as `EngineHandle.start`.
+            UnprovenWeights, WireError: as `EngineHandle.start`.
         """
         self.publish(version)
         await gather_or_cancel(*(self._start(engine) for name, engine in self._engines.items() if name in self._own))
@@ -181,12 +181,17 @@ class EnginePool:
     async def _start(self, engine: EngineHandle) -> None:
         try:
             await engine.start(engine.spec.publication_seconds, self._say)
+            return
         except RoleDied as death:
             if engine.leaving:
                 return
             if not engine.process.killed:
                 raise users_mistake(death) or death from None
-            await engine.replace(death.how, self._say, engine.spec.publication_seconds)
+            how = death.how
+        except DeadlineExceeded as late:
+            await engine.process.stop(0.0)
+            how = str(late)
+        await engine.replace(how, self._say, engine.spec.publication_seconds)
 
     async def until_up(self, seconds: float) -> None:
         """Wait until an engine takes requests. Raises DeadlineExceeded if none does within `seconds`."""
@@ -410,12 +415,11 @@ class EnginePool:
             await self._loading.close()
 
     async def reach(self, version: int) -> None:
-        """Make every engine load `version`, and return when all serve it or a newer one. Guests that still join are not
-        waited for, and a guest that fails leaves the run. Raises the errors of `EngineHandle.reach` for the run's own
-        engines."""
+        """Make every engine load `version`, and return when all serve it or a newer one. Guests that still join, which
+        load the newest before they get requests, are not waited for, and one that fails leaves the run. Raises the
+        errors of `EngineHandle.reach` for the run's own engines."""
         for engine in self._engines.values():
             engine.publications.newest = max(engine.publications.newest, version)
-        # A guest that is still joining loads the newest version before it gets requests.
         serving = [engine for name, engine in self._engines.items() if engine.serves or name in self._own]
         await gather_or_cancel(*(self._guarded(engine, engine.reach(version)) for engine in serving))
 
@@ -468,11 +472,9 @@ class EnginePool:
         return {engine.name: engine.counters.total(lambda health: health.busy_seconds) for engine in self._all}
 
     def generated(self) -> dict[str, int]:
-        """Generated tokens by engine, including its earlier processes and engines that have left, as of the last
-        poll."""
+        """Generated tokens by engine, earlier processes and engines that have left included, as of the last poll."""
         return {engine.name: round(engine.counters.total(lambda health: health.generated)) for engine in self._all}
 
     def resident(self) -> dict[str, int]:
         """Resident memory in bytes by engine of the pool that has replied, as of the last poll."""
-        counters = {name: engine.counters.health for name, engine in self._engines.items()}
-        return {name: health.resident for name, health in counters.items() if health is not None}
+        return {name: now.resident for name, one in self._engines.items() if (now := one.counters.health) is not None}
