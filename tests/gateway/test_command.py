@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -93,24 +93,35 @@ def test_a_turn_outlives_its_engine(model: Path, tmp_path: Path) -> None:
         assert "stopping: open requests (1) have 30 s to finish; a second signal ends it now" in said
 
 
-def test_an_engine_whose_event_loop_hangs_is_replaced_once_a_client_has_waited_for_long(
-    model: Path, tmp_path: Path
+@pytest.mark.parametrize(("count", "hanging", "seconds"), [(1, 1, 3600), (2, 2, 6), (2, 1, 3600)])
+def test_an_engine_whose_event_loop_hangs_is_replaced_once_a_client_has_waited_for_long_and_slow_ones_are_not(
+    model: Path, tmp_path: Path, count: int, hanging: int, seconds: int
 ) -> None:
-    asleep = "signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))"  # its heartbeats go on
+    asleep = f"signal.signal(signal.SIGUSR1, lambda *_: time.sleep({seconds}))"  # its heartbeats go on
     (tmp_path / "sitecustomize.py").write_text(f"import signal, time\n{asleep}\n")
     words = ("--port", "0", "--folder", str(tmp_path / "sessions"), "deadlines.answer=12", "deadlines.hung=1")
-    command = [sys.executable, "-m", "stretto_app.cli.main", "gateway", str(model), *words]
+    command = [sys.executable, "-m", "stretto_app.cli.main", "gateway", str(model), *words, f"engine.count={count}"]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stdout is not None
             begun = next(line for line in process.stdout if line.startswith("gateway at "))
-            session = httpx.post(f"{(address := begun.split()[-1])}/sessions", json={}).json()
-            [engine] = (pid for pid in descendants(process.pid) if b"engine.role" in words_of(pid))
-            os.kill(engine, signal.SIGUSR1)
-            with pytest.raises(httpx.ReadTimeout):
-                ask(session, address, "hello", timeout=3)
-            assert ask(session, address, "hello").status_code == 200
+            address = begun.split()[-1]
+            sessions = [httpx.post(f"{address}/sessions", json={}).json() for _ in range(count)]
+            engines = [pid for pid in descendants(process.pid) if b"engine.role" in words_of(pid)]
+            for engine in engines[:hanging]:
+                os.kill(engine, signal.SIGUSR1)
+
+            def late(session: dict[str, str]) -> bool:
+                with suppress(httpx.ReadTimeout):
+                    return ask(session, address, "hello", timeout=3).status_code != 200
+                return True
+
+            with ThreadPoolExecutor() as beside:
+                assert sum(beside.map(late, sessions)) == hanging
+            assert all(ask(session, address, "hello").status_code == 200 for session in sessions)
+            ends = hanging if seconds == 3600 else 0
+            wait_until(lambda: sum(Path(f"/proc/{pid}/cmdline").exists() for pid in engines) == count - ends, "an end")
         finally:
             process.kill()
 

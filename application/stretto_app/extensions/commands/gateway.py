@@ -6,10 +6,12 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from stretto.core.errors import EngineLost, Problem, RunFolderError
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Completion, GenerateRequest, Segment
+from stretto.core.tasks import gather_or_cancel
 from stretto.engine.config import EngineConfig, capabilities_of
 from stretto.engine.http.lifecycle import Parts
 from stretto.engine.native.scheduler import longest_row_of
@@ -53,9 +55,10 @@ class Turns:
 
     def __init__(self, engines: EnginePool, patience: float) -> None:
         """Generate by `engines`. `patience`: seconds of a turn; if one that has taken longer is given up, by its client
-        or for its time, silent engines are replaced."""
+        or for its time, silent engines are replaced (`EnginePool.suspect_silent`)."""
         self.stopping, self.open_requests = False, 0  # a turn that waits for an engine counts as open
         self._engines, self._patience, self._over = engines, patience, False
+        self._late = asyncio.Event()
 
     def __call__(self, *requests: GenerateRequest) -> AsyncIterator[Completion]:
         """Sample the completions of `requests` with the pool, and yield each one when it ends (`Generate`).
@@ -79,9 +82,15 @@ class Turns:
             RoleDied: an engine has died too often.
         """
         try:
-            await self._engines.supervise()
+            await gather_or_cancel(self._engines.supervise(), self._look())
         finally:
             self.break_off()
+
+    async def _look(self) -> NoReturn:
+        while True:
+            await self._late.wait()
+            self._late.clear()
+            await self._engines.suspect_silent()
 
     def sampler(self, session: str, record: SessionRecord) -> Sampler:
         """Create the sampler of the session with the id `session`, whose turns go on `record` (implements
@@ -101,8 +110,7 @@ class Turns:
                 return await turns(request)
             except asyncio.CancelledError:
                 if time.monotonic() - began > self._patience:  # an event loop may hang, whose heartbeats go on
-                    for name in self._engines.names:
-                        self._engines.suspect(name)
+                    self._late.set()
                 raise
             finally:
                 self.open_requests -= 1

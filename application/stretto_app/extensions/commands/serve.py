@@ -117,8 +117,8 @@ def serve(
 
     def parts(engines: EnginePool) -> Parts:
         [(name, address)] = engines.addresses.items()
-        watched = partial(engines.suspect, name), partial(engines.progressed, name)
-        engine = RemoteEngine(name, address, recipe.deadlines.load, *watched)
+        watched = engines.engine(name)
+        engine = RemoteEngine(name, address, recipe.deadlines.load, watched.suspect, watched.restarts.progressed)
         app = ServeApp(engine, served, engine.pass_on, api_key=api_key or "", names=names)
         return app, engine, lambda: run_beside(engines.supervise(), engine.run())
 

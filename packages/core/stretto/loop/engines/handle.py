@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import platform
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
@@ -15,7 +17,7 @@ from stretto.core.engine import Engine
 from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, RoleDied, UnprovenWeights, WireError
 from stretto.core.machine import on_gpus
 from stretto.core.records import Partials
-from stretto.core.tasks import gather_or_cancel
+from stretto.core.tasks import cancel_and_wait, gather_or_cancel
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
@@ -29,6 +31,28 @@ RETRY_SECONDS = 0.05
 _POLL_SECONDS = 0.005
 _GIVE_UP_SECONDS = 1.0
 _OVERTAKEN = 3  # loads of an engine that starts, each of a version that is not the newest any more at its end
+
+
+async def silent(engines: Collection[EngineHandle], deadlines: DeadlinesConfig) -> list[EngineHandle]:
+    """Ask each engine for its health, and return those that do not reply in time. Once one has replied, the others have
+    twice its time, at least `deadlines.hung` seconds. Until then the machine may be busy: all have `deadlines.answer`
+    seconds."""
+    replies = [asyncio.ensure_future(engine.client.health()) for engine in engines]
+    began, first, open_ = time.monotonic(), math.inf, set(replies)
+    try:
+        while open_:
+            limit = min(deadlines.answer, max(deadlines.hung, 2 * first))
+            done, open_ = await asyncio.wait(
+                open_, timeout=began + limit - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                break
+            if not all(one.exception() for one in done):
+                first = min(first, time.monotonic() - began)
+        late = [reply in open_ or isinstance(reply.exception(), DeadlineExceeded) for reply in replies]
+        return [engine for engine, is_late in zip(engines, late, strict=True) if is_late]
+    finally:
+        await cancel_and_wait([*open_])
 
 
 @dataclass

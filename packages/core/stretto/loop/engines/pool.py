@@ -36,7 +36,7 @@ from stretto.core.records import Completion, GenerateRequest, Partials, Segment
 from stretto.core.tasks import NamedTasks, gather_or_cancel, gather_to_the_end
 from stretto.engine.wire import ENGINE_ROLE, EngineSpec
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.handle import EngineHandle
+from stretto.loop.engines.handle import EngineHandle, silent
 from stretto.loop.engines.proving import Proving
 from stretto.loop.engines.roster import Roster
 from stretto.loop.engines.router import Router
@@ -115,15 +115,14 @@ class EnginePool:
         """Address of each engine by its name: where its process listens, or will."""
         return {name: engine.spec.address for name, engine in self._engines.items()}
 
-    def suspect(self, name: str) -> None:
-        """Suspect the engine with this name, which has not replied in time: if it stays silent, `supervise` replaces
-        it."""
-        self._engines[name].suspect()
+    def engine(self, name: str) -> EngineHandle:
+        """The engine with this name, for a caller that sends it requests of its own."""
+        return self._engines[name]
 
-    def progressed(self, name: str) -> None:
-        """Note that the engine with this name has completed a request that this pool did not send: its deaths in a row
-        are counted anew."""
-        self._engines[name].restarts.progressed()
+    async def suspect_silent(self) -> None:
+        """Ask all engines for a reply and suspect the silent ones (`silent`), which `supervise` then replaces."""
+        for engine in await silent([engine for engine in self._engines.values() if engine.takes], self._deadlines):
+            engine.suspect()
 
     def has(self, name: str) -> bool:
         """Whether the engine with this name is in the pool, started or not."""
