@@ -42,6 +42,9 @@ def raising(policy, tokens):
 def leaving(policy, tokens):
     sys.exit("no")
 
+def interrupting(policy, tokens):
+    raise KeyboardInterrupt
+
 def hanging(policy, tokens):
     time.sleep(60)
 
@@ -125,6 +128,10 @@ class Maybe:
     def opens(self, may_start, in_flight):
         return in_flight
 
+class Narrow:
+    def opens(self, may_start):
+        return may_start
+
 class Needy:
     def __init__(self, first):
         self.first = first
@@ -154,6 +161,9 @@ class Tool:
     def alarm(self, alarm): ...
     def close(self): ...
 
+class Late(Tool):
+    async def send(self, points, first): ...
+
 class Mute:
     def __init__(self, about, cursor):
         self.run = about.name
@@ -173,6 +183,7 @@ to = "broken:Tool"
 def broken(tmp_path: Path) -> Path:
     (tmp_path / "broken.py").write_text(BROKEN)
     (tmp_path / "raising.py").write_text("import json\n\njson.loads('{')\n")
+    (tmp_path / "odd.py").write_text("def __getattr__(name):\n    raise ValueError(name)\n")
     (tmp_path / "lacking.py").write_text("import nosuchpackage\n")
     return tmp_path
 
@@ -182,6 +193,7 @@ RAISES = BROKEN.splitlines().index("    return terms(policy, tokens.advantage)")
 TRIED = [
     ("algorithm.loss", "raising", ["raised AttributeError", f"broken.py:{RAISES}"]),
     ("algorithm.loss", "leaving", ["raised SystemExit: no", "broken.py:"]),
+    ("algorithm.loss", "interrupting", ["raised KeyboardInterrupt", "broken.py:"]),
     ("algorithm.loss", "hanging", ["has not returned after 0.5 s"]),
     ("algorithm.loss", "mean", ["objective has the shape [] for 6 tokens, and not [6]"]),
     ("algorithm.loss", "number", ["returned Tensor, and not Terms(objective, ratio, bounded)"]),
@@ -201,12 +213,14 @@ TRIED = [
     ("rollout.filter", "silent", ["gives None as a reason"]),
     ("rollout.pacing", "Still", ["has no method opens(may_start, in_flight)"]),
     ("rollout.pacing", "Maybe", ["returned 0 for opens(True, 0), and not whether a group starts"]),
+    ("rollout.pacing", "Narrow", ["takes 2 positional arguments but 3 were given; in ", "broken.py"]),
     (
         "engine.kind",
         "Make",
         ["has no method stream, describe", "'ready' that is not asynchronous", "'pause' that is called"],
     ),
     ("logging.to", "Tool", ["raised ConnectionError: no answer", "broken.py:"]),
+    ("logging.to", "Late", ["has an asynchronous method send, which is called and not awaited"]),
     ("logging.to", "Mute", ["has no method send, table, alarm, close"]),
 ]
 
@@ -228,6 +242,7 @@ NAMED = [
     ("algorithm.loss", "nowhere:loss", "cannot import 'nowhere': ModuleNotFoundError"),
     ("algorithm.loss", "raising:loss", "cannot import 'raising': JSONDecodeError"),
     ("algorithm.loss", "lacking:loss", "imports 'nosuchpackage', which is not in the environment of stretto"),
+    ("algorithm.loss", "odd:loss", "'odd' gives no 'loss': ValueError: loss; raised in "),
     ("algorithm.loss", "broken.mean", "one of your own is written 'broken:mean'"),
     ("algorithm.loss", "broken:", "'broken:' names no loss; it is written 'package.module:name'"),
     ("algorithm.loss", "broken:NUMBER", "is int, which cannot be called; it is called with (policy_logprobs, tokens)"),

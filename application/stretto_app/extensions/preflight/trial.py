@@ -240,8 +240,8 @@ def _faults(place: str, name: str, trial: Callable[[], Iterator[str]]) -> list[P
             found.extend(Problem(place, f"{name!r} {fault}") for fault in trial())
         except RecipeError as error:
             found.extend(error.problems)
-        # The part is user-defined: anything it raises, SystemExit included, becomes the message.
-        except (Exception, SystemExit) as error:
+        # Nobody interrupts or cancels this thread: whatever is raised, KeyboardInterrupt included, is the part's own.
+        except BaseException as error:
             found.append(raised(place, name, error))
 
     thread = threading.Thread(target=run, name=f"trial of {name}", daemon=True)

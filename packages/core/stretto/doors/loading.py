@@ -253,9 +253,14 @@ def _not_imported(place: str, module: str, error: BaseException, folder: str | N
 
 def _attribute(place: str, module: str, attribute: str, found: object) -> object:
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise RecipeError([Problem(place, f"{module!r} has no {attribute!r}", nearest(part, _defined(found)))])
-        found = getattr(found, part)
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            near = nearest(part, _defined(found))
+            raise RecipeError([Problem(place, f"{module!r} has no {attribute!r}", near)]) from None
+        except Exception as error:  # of a module's own `__getattr__`, or of a property
+            said = f"{module!r} gives no {attribute!r}: {type(error).__name__}: {error}"
+            raise RecipeError([Problem(place, said, _way_out(module, error, None))]) from error
     return found
 
 
@@ -294,11 +299,16 @@ def _near_module(missing: str, folder: str | None) -> str:
 
 def where_raised(error: BaseException, file: str = "") -> str:
     """Return ``file:line`` of the innermost frame of `file` in the error's traceback; if it has none, of the innermost
-    frame; "" if the traceback has no frames. Frames of the import system do not count."""
-    frames = traceback.extract_tb(error.__traceback__)
-    inner = [one for one in frames if not one.filename.startswith("<frozen") and one.filename not in _IMPORTERS]
-    found = [one for one in inner if one.filename == file] or inner
-    return f"{found[-1].filename}:{found[-1].lineno}" if found else ""
+    frame, or `file` itself if that frame is one of stretto, whose call does not fit; "" if the traceback has no frames.
+    Frames of the import system do not count."""
+    frames = [(one.f_code.co_filename, line, one) for one, line in traceback.walk_tb(error.__traceback__)]
+    inner = [one for one in frames if not one[0].startswith("<frozen") and one[0] not in _IMPORTERS]
+    found = [one for one in inner if one[0] == file] or inner
+    if not found:
+        return ""
+    name, line, frame = found[-1]
+    ours = file and name != file and str(frame.f_globals.get("__name__", "")).startswith(_CORE)
+    return file if ours else f"{name}:{line}"
 
 
 def why_not_called(function: object, name: str, arguments: Sequence[str], further: Sequence[str] = ()) -> str:
