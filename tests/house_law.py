@@ -31,17 +31,24 @@ WALL_CLOCK = frozenset({"time.time", "time.time_ns", "datetime.now", "datetime.u
 WRITES_DATES = frozenset(
     {"gateway/agents/groups", "gateway/app", "gateway/sessions/sessions", "store/ledger/ledger", "tinker/dates"}
 )
-
-
 #: The modules that may ask for what only Linux has, one for each ability; `verify` stands alone.
 OF_LINUX: Mapping[str, str] = {
-    "core/machine": "sched_getaffinity",
-    "forking/command_line": "prctl",
+    "cluster/weights/splicing": "F_SETPIPE_SZ sys.platform",
+    "core/machine": "sched_getaffinity sys.platform CDLL /proc",
+    "forking/command_line": "prctl CDLL /proc",
     "processes/event_loop": "uvloop",
-    "processes/kernel": "prctl pidfd_open pidfd_send_signal waitid mallopt memfd_create TCP_KEEPIDLE TCP_USER_TIMEOUT",
-    "verify/sandbox/guest": "pidfd_open setresuid setresgid O_PATH",
-    "verify/sandbox/kernel": "memfd_create O_PATH",
+    "processes/kernel": "prctl pidfd_open pidfd_send_signal waitid mallopt memfd_create TCP_KEEPIDLE TCP_USER_TIMEOUT "
+    "sys.platform CDLL",
+    "processes/tree": "/proc",
+    "verify/sandbox/cgroups": "/proc",
+    "verify/sandbox/guest": "pidfd_open setresuid setresgid O_PATH sys.platform CDLL",
+    "verify/sandbox/kernel": "memfd_create O_PATH sys.platform",
+    "verify/sandbox/probe": "/dev/shm",
+    "verify/sandbox/sandbox": "/proc",
+    "verify/sandbox/walls": "CDLL",
+    "weights/folder": "/dev/shm",
 }
+_OF_LINUX_ALONE = re.compile(r"(/proc|/sys|/dev/shm|sys\.platform)(?![^/])")
 
 
 @dataclass(frozen=True)
@@ -149,7 +156,7 @@ class Code:
 
     imports: tuple[Import, ...]
     classes: tuple[tuple[str, bool], ...]  # public ones, and whether they are Protocols
-    names: Mapping[str, frozenset[int]]  # the identifiers, and their lines
+    names: Mapping[str, frozenset[int]]  # the identifiers and folders of the kernel, and their lines
     clocks: tuple[tuple[int, str], ...]  # uses of the wall clock
 
 
@@ -163,6 +170,9 @@ def read_code(path: Path, text: str, package: Path) -> Code:
         kind = type(node)
         if (field := _NAMED.get(kind.__name__)) is not None and (name := getattr(node, field)) is not None:
             names.setdefault(name, set()).add(getattr(node, "lineno", 0))
+        said = ast.unparse(node) if kind is ast.Attribute and name == "platform" else getattr(node, "value", None)
+        if isinstance(said, str) and (of := _OF_LINUX_ALONE.match(said)):
+            names.setdefault(of[0], set()).add(getattr(node, "lineno", 0))
         if kind in _IMPORTING and (modules := _imported_names(node, path, package)):
             imported.append(Import(package.name, path.relative_to(package), node.lineno, modules, deferred))  # type: ignore[attr-defined]
         elif kind is ast.Attribute and name in _CLOCKS and (used := ast.unparse(node)).endswith(tuple(WALL_CLOCK)):
@@ -185,8 +195,6 @@ def codes(package: Path) -> Iterator[tuple[Path, Code]]:
 
 
 _CLOCKS = frozenset(clock.rpartition(".")[2] for clock in WALL_CLOCK)
-
-
 _FUNCTIONS = frozenset({ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda})
 _IMPORTING = frozenset({ast.Import, ast.ImportFrom, ast.Call})
 #: The field with the name that a node gives or uses.
@@ -358,10 +366,10 @@ def busy_doors(package: Path) -> list[str]:
 
 
 def of_linux(package: Path) -> list[str]:
-    """What only Linux has, asked for elsewhere than in the module of its ability."""
+    """What only Linux has, or which system it is, asked for elsewhere than in the module of the ability."""
     every = {name for names in OF_LINUX.values() for name in names.split()}
     return [
-        f"{package.name}/{path.relative_to(package)}:{min(code.names[name])}: {name} is of Linux alone"
+        f"{package.name}/{path.relative_to(package)}:{min(code.names[name])}: {name} is for the modules of Linux"
         for path, code in codes(package)
         for place in ["/".join(inside(".".join((package.name, *path.relative_to(package).with_suffix("").parts))))]
         for name in sorted((every & code.names.keys()) - set(OF_LINUX.get(place, "").split()))

@@ -328,9 +328,11 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {
         (
             "rewards/kernel.py",
             "import os\nfile = os.memfd_create('x')\n",
-            "rewards/kernel.py:2: memfd_create is of Linux alone",
+            "rewards/kernel.py:2: memfd_create is for the modules of Linux",
         ),
-        ("rewards/loop.py", "import uvloop\n", "rewards/loop.py:1: uvloop is of Linux alone"),
+        ("rewards/loop.py", "import uvloop\n", "rewards/loop.py:1: uvloop is for"),
+        ("rewards/mac.py", "import sys\nmac = sys.platform == 'darwin'\n", "rewards/mac.py:2: sys.platform is for"),
+        ("rewards/memory.py", "file = f'/proc/{pid}/statm'\n", "rewards/memory.py:1: /proc is for"),
     ],
     "undeclared": [
         ("rewards/web.py", "import requests.adapters\n", "imports requests, which is no dependency"),

@@ -5,6 +5,7 @@ pure function of the GPUs and of the memory that each role needs.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import ipaddress
@@ -27,6 +28,7 @@ from stretto.core.records import Record
 _LO = "lo"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the first IPv4 address of an interface
 _IFREQ = "16s2xH4s232x"  # as much of struct ifreq as is used: name, then a sockaddr_in
+_HERE, _EXCHANGE = -100, 2  # of renameat2, in linux/fcntl.h and linux/fs.h
 _GPU_QUERY = "index,uuid,name,memory.total,memory.free,compute_cap,driver_version"
 _GPU_SECONDS = 20.0
 #: Errors of a file system that lacks an operation: a mounted object bucket cannot rename.
@@ -195,6 +197,12 @@ def cache_folder() -> Path:
 def is_lacking(error: OSError) -> bool:
     """Whether the error says that the file system lacks the operation; False for a full or failing disk."""
     return error.errno in _LACKING
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two paths exchange their names in one step; False if one is missing, or the system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return rename is not None and not rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
 
 
 def sync(path: Path) -> None:

@@ -5,7 +5,6 @@ writing, layer by layer, so that no process holds all weights.
 from __future__ import annotations
 
 import copy
-import ctypes
 import errno
 import json
 import os
@@ -36,7 +35,7 @@ from transformers.core_model_loading import (
 from transformers.utils import logging
 
 from stretto.core.errors import ModelFolderError, Problem, RecipeError, naming
-from stretto.core.machine import sync
+from stretto.core.machine import exchange, sync
 from stretto.model.attention_support import check_attention
 from stretto.model.hf.inspection import (
     ModelFolder,
@@ -62,7 +61,6 @@ __all__ = [
 ]
 
 _FILE_BYTES = 1 << 30
-_HERE, _EXCHANGE = -100, 2  # of renameat2, in linux/fcntl.h and linux/fs.h
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
@@ -281,7 +279,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
             yield partial
             with ThreadPoolExecutor() as pool:  # each may wait for the disk
                 list(pool.map(sync, (*partial.rglob("*"), partial)))
-        if not _exchanged(partial, path):  # in one step: whoever looks, and a kill, finds the older one or the new one
+        if not exchange(partial, path):  # in one step: whoever looks, and a kill, finds the older one or the new one
             if path.exists():
                 path.rename(replaced)
             try:
@@ -304,12 +302,6 @@ def _remove(path: Path) -> None:
         path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Let two paths exchange their names; False if one is missing, or the system cannot."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return rename is not None and not rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
 
 
 @contextmanager
