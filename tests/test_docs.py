@@ -28,7 +28,7 @@ from benchmarks.links import summary as runs_over_links
 from benchmarks.picture import Drawn
 from benchmarks.soak import summary as soak_summary
 from benchmarks.staleness import summary
-from benchmarks.summary import in_parts, learnt, page, pretrained, readme
+from benchmarks.summary import in_parts, learnt, measured, missed, page, pretrained, readme
 from benchmarks.tally import read
 from stretto.store.inspection import Inspection
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
@@ -215,6 +215,15 @@ def test_a_result_of_another_processor_has_its_own_heading(tmp_path: Path, monke
     monkeypatch.setattr(report, "RESULTS", tmp_path)
     _, _, there = page().partition("\n## Another, 2 cores")
     assert "a kill every 3 s" in there.partition("\n## ")[0]
+
+
+@pytest.mark.parametrize(("ratio", "told"), [(7.9, 1), (8.0, 0)])
+def test_only_a_goal_that_was_not_reached_is_among_the_missed(
+    monkeypatch: pytest.MonkeyPatch, ratio: float, told: int
+) -> None:
+    found = {"loop-trl": {"here": {"ratio_to_best": ratio}}}
+    monkeypatch.setattr("benchmarks.summary.measured", lambda name: found.get(name) or measured(name))
+    assert sum(line.startswith("| 8 times trl") for line in missed()) == told
 
 
 def test_the_navigation_of_the_site_has_every_page_once() -> None:
