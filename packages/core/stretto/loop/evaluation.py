@@ -177,10 +177,9 @@ class BestPolicy:
         return better
 
     def _recorded(self, earlier: Mapping[int, float]) -> Best | None:
-        """Return the content of ``best.json`` at the start; if it is missing, delete ``policy/best`` and return None.
-        Finish a move of the policy that a kill cut short. If the record is of none of the evaluations `earlier`
-        (accuracy by step), as after a resume from a step before it, or its policy is gone, log this, delete both, and
-        return None."""
+        """Return the content of ``best.json``; if it is missing, delete ``policy/best`` and return None. Finish a move
+        of the policy that a kill cut short. If the record is of none of the evaluations `earlier` (accuracy by step),
+        as after a resume from a step before it, or its policy is gone, log this, delete both, and return None."""
         record = self._folder.path / _RECORD
         if not record.exists():
             self._drop(BEST)

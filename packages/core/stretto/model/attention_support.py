@@ -119,8 +119,9 @@ def _rope_kinds(config: PreTrainedConfig) -> set[str]:
 
 
 def _mistakes(config: PreTrainedConfig, requested: list[Requested]) -> list[str]:
-    """List in words what is unsupported in the recorded calls: arguments, later tokens, several calls in a layer,
-    differing shapes, a window of the config that is not passed on, or no call at all. Empty if all is supported."""
+    """List in words what is unsupported in the recorded calls: arguments, attention to later tokens, several calls in a
+    layer, differing shapes, a window of the config that is not passed on, or no call at all. Empty if all is
+    supported."""
     if not requested:
         return ["attention that transformers does not let be replaced"]
     found = [f"attention with {name}" for name in sorted({name for layer in requested for name in layer.unsupported})]

@@ -184,8 +184,8 @@ def _tiny(config: PreTrainedConfig) -> PreTrainedModel | None:
 
 
 def _perturbed(model: PreTrainedModel) -> PreTrainedModel:
-    """Add noise to all parameters, in place, and return the model: a parameter that begins at 0 hides what it
-    scales."""
+    """Add noise to all parameters, in place, and return the model, in evaluation mode and without gradients: a
+    parameter that begins at 0 hides what it scales."""
     model.eval().requires_grad_(False)
     for parameter in model.parameters():
         parameter.add_(_NOISE * torch.randn_like(parameter))

@@ -107,9 +107,9 @@ def adapted(
     state: AdaptiveBound, step: int, metrics: Mapping[str, float | None], starved: bool, lowest: int, highest: int
 ) -> AdaptiveBound:
     """The state after the measurements of `step`: the smoothed mismatch follows `metrics`, and the bound is halved if
-    it exceeds its limit, or raised (by one, or doubled until the first fall) if it is far below. After a change the
-    bound stays for some steps. The state is unchanged if `step` is not newer than the state's, or if no metric that has
-    a limit was measured.
+    that is above 1, or raised (by one, or doubled until the first fall) if it is below 1/2. After a change the bound
+    stays for some steps. The state is unchanged if `step` is not newer than the state's, or if no metric that has a
+    limit was measured.
 
     `starved`: no second batch was ready when the step's batch was taken; only then the bound is raised. `lowest`,
     `highest`: limits of the bound.

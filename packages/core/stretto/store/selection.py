@@ -235,7 +235,8 @@ class SelectionWatch:
         self._journal.change_bound(change)
 
     def _lose(self, group: str) -> None:
-        """Count the group as lost, at the first of its members that expires; later ones change nothing."""
+        """Count the group as lost, at the first of its members that expires; later ones change nothing. One that
+        expires in flight counts with the mean tokens that its members have sampled."""
         if (ended := self._finished.pop(group, None)) is not None:
             self._ended(msgspec.structs.replace(ended, lost=True))
         elif (found := self._in_flight.pop(group, None)) is not None:

@@ -205,8 +205,8 @@ def load(folder: Path, optimizer: Optimizer) -> int:
 
 
 def _read(folder: Path, found: dict[str, Tensor], scale: float | None) -> TrainerPosition:
-    """Fill `found` from the folder; each rank reads its own part. Raises StoreError if the checkpoint is damaged or of
-    another model. `scale`: of the adapters here (`TrainerPosition`)."""
+    """Fill `found` from the folder; each rank reads its own part. Raises StoreError if the checkpoint is of another
+    model, the reader's error if it is damaged. `scale`: of the adapters here (`TrainerPosition`)."""
     reader, position = _checked(folder, found, scale)
     state_dict_loader.load(found, storage_reader=reader)
     return position
@@ -215,7 +215,8 @@ def _read(folder: Path, found: dict[str, Tensor], scale: float | None) -> Traine
 @torch.no_grad()
 def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks, scale: float | None) -> TrainerPosition:
     """Fill `found` in place. Rank 0 reads all files, about one at a time, and sends each rank its shard. Raises
-    StoreError if the checkpoint is damaged or of another model. `scale`: of the adapters here (`TrainerPosition`)."""
+    StoreError if the checkpoint is of another model, the reader's error if it is damaged. `scale`: of the adapters here
+    (`TrainerPosition`)."""
     reader, position = _checked(folder, found, scale) if ranks.rank == 0 else (None, TrainerPosition(0, 0))
     version, bad_steps = ranks.broadcast([position.version, position.bad_steps_in_a_row])
     for names in _by_file(_files(found, 1)):

@@ -139,8 +139,8 @@ class SlowReward:
 
     def poll(self, now: float, seconds: Mapping[str, float]) -> str | None:
         """Compare the busy shares of rewards and of the busiest engine over the last 10 seconds. Set `found` to the
-        reward's name while its workers are nearly always busy and the engine is much less so, else to "". Call it every
-        second; the first 10 seconds change nothing.
+        reward's name while its workers are busy 90% of the time or more, and the engine less than 0.9 times as much;
+        else to "". Call it every second; the first 10 seconds change nothing.
 
         Args:
             now: time in seconds, of any clock.

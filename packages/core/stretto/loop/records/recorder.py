@@ -144,8 +144,8 @@ class Recorder:
         self._stopped = self.totals().stopped
 
     def rl_ends(self) -> None:
-        """Take the final counters of the engines into the totals; to be called after the last poll. The RL clock stays
-        at the last update."""
+        """Take the final counters of the engines into the totals, with the tokens still in flight as `unfinished`; to
+        be called after the last poll. The RL clock stays at the last update."""
         self._not_trained_for, on_record = self._evaluation_tokens.copy(), self._ledger.on_record
         totals = self._on_record()
         self._conducting = False
@@ -155,7 +155,8 @@ class Recorder:
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> None:
         """Record a judged group, whether it will be trained on or not: log samples and alarms (`WatchedSamples`), and
-        count its verdicts for the next step's accuracy."""
+        count its verdicts for the next step's accuracy. The ledger is flushed if much is buffered
+        (`Ledger.relieve`)."""
         undecided = self._samples.judged(prompt, trajectories)
         found, before = Counter(trajectory.verdict.outcome for trajectory in trajectories), self._judged
         right, wrong = before.right + found[Outcome.RIGHT], before.wrong + found[Outcome.WRONG]

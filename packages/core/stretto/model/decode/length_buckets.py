@@ -219,7 +219,8 @@ class LengthBuckets:
         return self._places[row]
 
     def move(self, row: int, tokens: int) -> None:
-        """Move `row`, with its cached entries, to a bucket of longer slots, for `tokens` tokens."""
+        """Move `row`, with its cached entries, to a bucket of longer slots, for `tokens` tokens, and free its old
+        slot."""
         bucket, slot = self._places[row]
         longer, place = self.place(row, tokens)
         bucket.copy_slot(slot, longer, place)

@@ -61,7 +61,8 @@ class Matcher:
         return bits
 
     def take(self, token_ids: Sequence[int]) -> bool:
-        """Advance by these tokens; returns False if they violate the grammar. Then the next `look` raises."""
+        """Advance by these tokens, which also extends the time that `look` may take; returns False if they violate the
+        grammar. Then the next `look` raises."""
         self._current = False
         self._left += _SECONDS_PER_TOKEN * len(token_ids)
         return bool(self._inner.consume_tokens(list(token_ids)))

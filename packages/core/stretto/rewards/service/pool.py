@@ -291,9 +291,9 @@ class RewardPool:
         slot.outstanding[self._requests] = chunk
 
     def _replied(self, slot: _Slot, reply: Verdicts) -> None:
-        """Store the verdicts of a reply in their calls, replace the worker after `recycle_after` completions, and send
-        further chunks. Raises WireError if the reply does not fit the oldest request: then user code has written the
-        reply."""
+        """Store the verdicts of a reply in their calls, count its seconds (work, span, seconds per item), replace the
+        worker after `recycle_after` completions, and send further chunks. Raises WireError if the reply does not fit
+        the oldest request: then user code has written the reply."""
         request, chunk = next(iter(slot.outstanding.items()), (None, None))
         if chunk is None or reply.request != request or len(reply.verdicts) != len(chunk.indices):
             raise WireError(f"{slot.name}: {several(len(reply.verdicts), 'verdict')} for request {reply.request}")

@@ -153,8 +153,9 @@ class WorkerProcess:
                         send(pid, signal.SIGKILL)
 
     async def end(self) -> str:
-        """Kill the worker and everything that it started, and wait for its exit, at most 5 seconds. Returns how it
-        ended: ``signal 9``, ``exit status 3``, the reason given to `give_up`, or that it is still there."""
+        """Kill the worker and everything that it started, remove its sandbox's groups, and wait for its exit, at most 5
+        seconds. Returns how it ended: ``signal 9``, ``exit status 3``, the reason given to `give_up`, or that it is
+        still there."""
         self.kill()
         self._wire.close()
         self._ready.cancel()

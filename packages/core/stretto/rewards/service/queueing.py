@@ -32,7 +32,7 @@ class Call:
         self._missing = len(items)
 
     def settle(self, index: int, verdict: Verdict) -> None:
-        """Store the verdict of the item at `index`, unless it has one already."""
+        """Store the verdict of the item at `index`, unless it has one already; the last one completes `done`."""
         if self.verdicts[index] is None:
             self.verdicts[index] = verdict
             self._missing -= 1

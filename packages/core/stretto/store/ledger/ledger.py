@@ -140,7 +140,7 @@ class Ledger:
 
     def issue(self, group_id: str, prompt: Prompt, members: int, admitted_version: int) -> None:
         """Record that a group with `members` trajectories, ``group_id/0`` and so on, is in flight, admitted at version
-        `admitted_version`. Flushes if ``flush_seconds`` are over. Raises StoreError if the group is live already."""
+        `admitted_version`. Flushes if ``flush_seconds`` are over. StoreError if the group is in flight or buffered."""
         key = self._next_key
         if trajectory_id(group_id, 0) in self._live:
             raise StoreError(f"{self._path}: group {group_id} was issued before")
@@ -260,7 +260,7 @@ class Ledger:
 
     def sync(self) -> None:
         """Flush, and sync the write-ahead log to disk. To be called before a checkpoint is written: a power loss must
-        not leave a checkpoint without the batches that led to it.
+        not leave a checkpoint without the batches that led to it. Raises StoreError if that fails.
 
         The ledger file itself must not be opened and synced here. A process that closes any descriptor of a file
         releases all its locks on that file, SQLite's included; the next reader would then take itself for the only user

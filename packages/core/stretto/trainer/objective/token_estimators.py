@@ -72,7 +72,7 @@ def targets(estimator: EstimatorSection, completion: RewardedCompletion) -> Doub
 
 def generalised(completion: RewardedCompletion, gamma: float, lam: float) -> Doubles:
     """Generalised advantage estimate of each loss token of one completion, before any normalisation. Without a critic's
-    values: the later rewards, discounted by gamma * lam per token."""
+    values: the sum of later rewards, discounted by gamma * lam per token."""
     if not len(completion.values):
         return _discounted(completion, gamma * lam)
     return _trained(returns.gae(_rewards(completion), completion.values, gamma, lam), completion)

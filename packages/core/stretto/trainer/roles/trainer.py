@@ -122,8 +122,8 @@ class TrainerRole:
         return model
 
     def _load(self, folder: Path) -> PreTrainedModel:
-        """Load a model with packed attention. With several ranks it is on the meta device until it is sharded. Where it
-        may be on a CPU, its matmuls use oneDNN."""
+        """Load a model with packed attention. With several ranks it is on the meta device until it is sharded. On a CPU
+        its matmuls use oneDNN."""
         record, several = self._spec.kernels, self._ranks.count > 1
         if several:
             model = skeleton(folder, PACKED_ATTENTION)
