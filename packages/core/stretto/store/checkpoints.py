@@ -253,7 +253,7 @@ def _seal(step: int, part: Path) -> None:
 
 def _switch(part: Path, final: Path) -> None:
     """Rename the folder `part` to `final`, or copy it where folders cannot be renamed. An older folder `final` is moved
-    aside first, and removed at the end, or put back after an error."""
+    aside first, and removed at the end, or put back after an error. The parent folder is synced."""
     aside = final.with_name(f".{final.name}.old")
     shutil.rmtree(aside, ignore_errors=True)
     try:
@@ -271,8 +271,8 @@ def _switch(part: Path, final: Path) -> None:
 
 
 def _copy(part: Path, final: Path) -> None:
-    """Copy the folder `part` to `final`, whose content is removed first, file by file. The manifest comes last, so that
-    an incomplete folder has none."""
+    """Copy the folder `part` to `final`, whose content is removed first, file by file, each synced. The manifest comes
+    last, so that an incomplete folder has none."""
     (final / _MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(final, ignore_errors=True)
     files = [path.relative_to(part) for path in part.rglob("*") if path.is_file()]

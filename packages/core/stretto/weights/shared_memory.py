@@ -82,9 +82,9 @@ class SharedMemoryPublisher:
         return self._switch(manifest, ((name, gather(name, one, forms[name])) for name, one in held.items()))
 
     def copy(self, version: int, tensors: Iterable[tuple[str, Tensor]], gather: Gather = as_it_is) -> Publication:
-        """Start to copy the tensors of `version` to host memory. Call `hold` of the result before the tensors change.
-        Its `write` waits for the copies, and then does the same as `publish`. Raises ValueError if a dtype cannot be
-        published, or the version is below 0."""
+        """Start to copy the tensors of `version`, made whole by `gather`, to host memory. Call `hold` of the result
+        before the tensors change. Its `write` waits for the copies, and then does the same as `publish`. Raises
+        ValueError if a dtype cannot be published, or the version is below 0."""
         held = dict(tensors)
         manifest, forms = self._manifest(version, held)
         device = next((tensor.device for tensor in held.values()), torch.device("cpu"))

@@ -234,7 +234,7 @@ class Ledger:
 
     def end_call(self, id: str, number: int, reply: bytes) -> None:
         """Record the encoded `reply` to call `number` of the trajectory `id`, which an earlier process of the run may
-        have begun. Raises StoreError if the call was never begun, or has ended."""
+        have begun. Flushes if it is durable. StoreError if it was never begun, or has ended."""
         row = self._row(id)
         if number not in row.open_calls:
             raise StoreError(f"{self._path}: call {number} of trajectory {id} was never begun, or has ended")
