@@ -264,8 +264,8 @@ class ExternalEngine:
 
     async def update(self, version: int, challenge: Challenge | None = None) -> Loaded:
         """Verify a published version, pause the server, load it, resume, and run the canary `challenge` (None: none)
-        before any token of the version is told. One that is already loaded is not loaded again, unless its last scores
-        were wrong. Returns the version in use and the scores of the challenge; if they are wrong, sampling stays
+        before any token of the version is passed on. One that is already loaded is not loaded again, unless its last
+        scores were wrong. Returns the version in use and the scores of the challenge; if they are wrong, sampling stays
         stopped until a later update.
 
         Raises:

@@ -119,7 +119,7 @@ class JsonServer:
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _next(self, connection: Connection, path: str, rest: bytes) -> tuple[list[bytes], bytes, bool]:
-        """Read on until an event is complete; returns the events, the bytes behind the last one (`rest` of the next
+        """Read on until an event is complete; returns the events, the bytes after the last one (`rest` of the next
         call), and whether more may come. If the server has no room (429 or 503): no events, its message, and False.
         Raises what `refused` makes of other statuses than 200, and WireError for an event that is too large."""
         async with deadline(self._owner, f"the next tokens of {self.name}", self._token_seconds):

@@ -72,9 +72,9 @@ class Dialect(Protocol):
 
 
 def refusal(error: RefusedRequest, fields: Mapping[str, str], request: Request | None) -> NotServed:
-    """Make the error reply (status 400) for a wrong request, in which the field has the client's name; its code is
-    "context_length_exceeded" or none. `fields`: the client's names of the engine's fields, where they differ.
-    `request`: the decoded request, None if it could not be decoded."""
+    """Make the error reply (status 400) for a wrong request, in which the field has the client's name. Its code is
+    "context_length_exceeded" if the context is too short, else "". `fields`: the client's names of the engine's fields,
+    where they differ. `request`: the decoded request, None if it could not be decoded."""
     field = fields.get(error.field) or error.field.replace("sampling.", fields.get("sampling.", ""))
     if isinstance(request, ChatRequest):
         grammar = "response_format" if request.options.json else "tools"

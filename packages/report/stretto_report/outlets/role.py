@@ -69,9 +69,10 @@ def main(arguments: list[str]) -> int:
 
 
 def follow(spec: FollowerSpec, beat: Callable[[], None]) -> None:
-    """Send the records of a run to one logging tool as they are written, after the cursor of an earlier process (of the
-    same project); when the run has ended, send the rest and close the run in the tool. `beat`: heartbeat, called after
-    each portion that the tool has taken and each poll. Raises any error of the tool, the run's files or the cursor."""
+    """Send the records of a run to one logging tool as they are written; when the run has ended, send the rest and
+    close the run in the tool. What an earlier process sent to the same project is not sent again, except to Prometheus.
+    `beat`: heartbeat, called after each portion that the tool has taken and each poll. Raises any error of the tool,
+    the run's files or the cursor."""
     look_in(spec.path)
     folder = RunFolder(Path(spec.folder).resolve())
     folder.outlets.mkdir(exist_ok=True)

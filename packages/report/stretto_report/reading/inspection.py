@@ -86,8 +86,8 @@ def _gateway(folder: RunFolder) -> str | None:
 
 
 def inspection_of(connection: sqlite3.Connection) -> Inspection:
-    """Return the summary of a run from its open ledger, whose seals are not checked. `gateway`, `state`, `reason` and
-    `replay`, which are not in the ledger, have their defaults."""
+    """Return the summary of a run from its open ledger, whose checksums are not checked. `gateway`, `state`, `reason`
+    and `replay`, which are not in the ledger, have their defaults."""
     totals = fact(connection, TOTALS, Totals) or Totals(max_staleness=None)
     steps, version = connection.execute(
         "SELECT count(published_version), coalesce(max(published_version), 0) FROM steps"
