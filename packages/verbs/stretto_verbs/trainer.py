@@ -181,8 +181,7 @@ class LocalTrainer:
 
     @property
     def version(self) -> int:
-        """Version of the current policy: one above that of the last `weights`, `save` or `load` if steps followed it,
-        else that one."""
+        """Version of the current policy: one more after the first step since creation, `weights`, `save` or `load`."""
         return self._published + self._stepped
 
     @property
@@ -302,8 +301,7 @@ class LocalTrainer:
     # ── the policy ───────────────────────────────────────────────────────────────────────────────
 
     def weights(self) -> PolicyWeights:
-        """Copy the current weights, for `Engine.update`; with `lora`, the adapters only. They have the present version;
-        the next step leads to a version above it."""
+        """Copy the current weights, with the present version, for `Engine.update`; with `lora`, the adapters only."""
         self._published, self._stepped = self.version, False
         model = self._learner.model
         named = adapters.adapter_parameters(model) if self._adapted else model.named_parameters()
@@ -377,8 +375,7 @@ class LocalTrainer:
             self._write(place, adapters_only=adapters_only)
 
     def _write(self, place: Path, *, adapters_only: bool) -> None:
-        """Write the policy into a folder that may be replaced: adapters merged, and also alone to the sub-folder
-        ``adapter``; or only the adapters."""
+        """Write what `export` writes, the policy and its adapters or these alone, to a folder that may be replaced."""
         model = self._learner.model
         if self._lora is not None and adapters_only:
             with whole_folder(place) as partial:
@@ -450,8 +447,7 @@ class LocalTrainer:
         return Forward(columns_of([columns[id] for id in ids]), loss, metrics or {}, ids)
 
     def _proximal(self, part: Minibatch, samples: Sequence[Sample], proximal: Forward, place: str) -> list[Tensor]:
-        """Return the log-probabilities of `proximal` for the loss tokens of each micro-batch. Raises DataError if it is
-        of other data."""
+        """Log-probabilities of `proximal` for the loss tokens of each micro-batch; DataError if it is of other data."""
         known = dict(zip(proximal.ids, proximal.logprobs, strict=True))
         by_id = {sample.id: sample for sample in samples}
         if wrong := [id for id, one in by_id.items() if len(known.get(id, ())) != len(scored_of(one))]:

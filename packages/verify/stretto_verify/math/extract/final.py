@@ -196,10 +196,8 @@ def _in_parts(found: re.Match[str]) -> str:
 def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
     """Final answer of a text that `without_frame` has prepared: the last ``<answer>`` tag, a correction at the end, the
     last box (or a later "Final answer is"), the last "Answer:", the whole text if it is one formula or a few words, the
-    last formula or number; the first of these that is there. None if there is none.
-
-    `is_all`: the whole text is meant as an answer, so parts that the last rule would skip count too.
-    """
+    last formula or number; the first of these that is there. None if there is none. `is_all`: the whole text is meant
+    as an answer, so parts that the last rule would skip count too."""
     if tagged := [found for found in _TAGGED.findall(text) if found.strip()]:
         return _untagged(unconditioned(tagged[-1].strip()))
     if (piece := corrected(text)) is not None:
@@ -409,8 +407,7 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
 
 
 def _approximated(text: str, spans: Sequence[Span]) -> list[Span]:
-    """The spans, in the order of the text, with an exact value and its approximation (``1/6 ≈ 0.167``) merged into
-    one."""
+    """The spans, in the order of the text; an exact value and its approximation (``1/6 ≈ 0.167``) become one."""
     joined: list[Span] = []
     for start, end, content in spans:
         if joined and _NEAR.fullmatch(text[joined[-1][1] : start]) is not None:
