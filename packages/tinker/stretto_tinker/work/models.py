@@ -122,9 +122,9 @@ class Models:
         self._held = OrderedDict[str, int]()  # bytes of the models that have room, the most recently used last
 
     def make_room(self, id: str, busy: Collection[str]) -> bool:
-        """Make room in memory for the model `id`, if needed by removing models that are not in `busy` (ids). Return
-        True, or False, with nothing changed, if the busy ones leave too little. If none is busy, there is room for any
-        model, also for one that was accepted by a server with more memory."""
+        """Make room in memory for the model `id`, if needed by removing models that are not in `busy` (ids), least
+        recently used first. Return True, or False, with nothing changed, if the busy ones leave too little. If none is
+        busy, there is room for any model, also for one that was accepted by a server with more memory."""
         if id not in self._held:
             row = self._record.model(id)
             assert row is not None, "a model is on record before its requests"
@@ -208,7 +208,8 @@ class Models:
             live.broken, live.grown = "", False
 
     def _take_effect(self, live: Live, asked: Asked) -> Pieces[tuple[bytes, str]]:
-        """Compute a request in pieces, and change `live` by its effect; returns its result and how that is encoded."""
+        """Compute a request in pieces, and change `live` by its effect; returns its result and its encoding (protobuf
+        for passes, else JSON)."""
         body = asked.body or b""
         if asked.kind in (FORWARD, BACKWARD):
             return (yield from self._compute(live, body)), PROTO

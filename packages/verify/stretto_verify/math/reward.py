@@ -240,7 +240,7 @@ def _is_unfinished(text: str) -> bool:
 
 def _differ_in_connectives(gold: str, given: str) -> bool:
     """Whether `gold` joins letters by connectives, and `given` has others; or its letters are in another order, which
-    matters to an implication and to several kinds of connectives."""
+    matters to an implication and to several kinds of connectives. False for a `gold` of another form."""
     for form, sign in _CONNECTIVES.items():
         gold, given = form.sub(sign, gold), form.sub(sign, given)
     if _LOGIC.fullmatch(gold) is None:

@@ -53,8 +53,8 @@ class Columns:
 
 def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) -> Question:
     """Convert a row to a question, and add its own id, if `columns` names one, to `columns.seen`. Other columns than
-    prompt and gold answer become the question's `fields`; a `system_prompt` is put before a chat that has none.
-    `number`: of the row in the dataset, for the question's id. `place`: for errors.
+    prompt and gold answer become the question's `fields`; a `system_prompt` is put before messages without one, and
+    makes a chat of a plain text. `number`: of the row in the dataset, for the question's id. `place`: for errors.
 
     Raises:
         DataError: keys are missing or have invalid values, or another row has its id; names each mistake.

@@ -43,7 +43,8 @@ def same_relation(gold: Relation, answer: Relation, same: Same) -> Opinion:
 
 
 def _is_solved(relation: Relation) -> bool:
-    """Whether exactly one side is a name (possibly with a minus sign) and all other sides are numbers."""
+    """Whether exactly one side is a name (possibly with a minus sign) and all other sides are numbers, lists or
+    unions."""
     named = [name(_positive(side)) is not None for side in relation.sides]
     values = [side for side, alone in zip(relation.sides, named, strict=True) if not alone]
     return sum(named) == 1 and all(isinstance(side, Listing | Union) or is_number(side) for side in values)

@@ -43,8 +43,8 @@ def subject(gold: str) -> str:
 
 
 def is_of_another(name: str, completion: str, given: str) -> bool:
-    """Whether the last sentence with the final answer `given`, unless it has a box, or the final answer itself names
-    another subject than `name`."""
+    """Whether the final answer `given`, or the last sentence of `completion` that holds it (unless that has a box),
+    names another subject than `name`. False if neither names a subject."""
     if _name(given, _STATED) not in ("", name):
         return True
     for sentence in reversed(_SENTENCES.split(completion)):
