@@ -115,7 +115,7 @@ class MathLine(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The completion to judge."""
+        """The completion to judge: the field `completion`, or else `answer`."""
         return self.answer if self.completion is msgspec.UNSET else self.completion  # type: ignore[return-value]
 
 

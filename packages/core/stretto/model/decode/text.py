@@ -31,9 +31,8 @@ class TextCache:
         self.tokens = 0
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
-        """Write the KV entries of the next piece in layer number `layer`, and attend from each of its tokens to itself
-        and all earlier ones (in `rule.window`, if it has one): query [1, H, T, D], key and value [1, K, T, D]; returns
-        [1, T, H, D]."""
+        """Write the KV entries of the next piece in layer `layer`, and attend from each of its tokens to itself and
+        earlier ones (in `rule`'s window): query [1, H, T, D], key and value [1, K, T, D]; returns [1, T, H, D]."""
         count = key.shape[2]
         end = self.tokens + count
         first = 0 if rule.window is None else max(0, self.tokens + 1 - rule.window)
