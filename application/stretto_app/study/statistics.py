@@ -90,8 +90,8 @@ def by_step(curves: Sequence[Curve]) -> tuple[CurvePoint, ...]:
 
 
 def by_clock(curves: Sequence[Curve], seconds: float) -> tuple[CurvePoint, ...]:
-    """Mean curve over time from 0 to `seconds`: at each moment, the mean of every run's newest accuracy. It begins when
-    every run has one; empty if a run has none by `seconds`."""
+    """Mean curve at evenly spaced times from 0 to `seconds`: the mean of every run's newest accuracy. It begins when
+    every run has one; empty if a run has none by `seconds`, or without `curves` (one for each run)."""
     if not curves or seconds <= 0:
         return ()
     moments = [seconds * point / _CLOCK_POINTS for point in range(_CLOCK_POINTS + 1)]

@@ -196,9 +196,9 @@ class SglangServer:
 
     @staticmethod
     def flags_of_room(config: EngineConfig, model: str, room: Room) -> dict[str, str]:
-        """Flags that limit the server's GPU memory: the fraction of its share for weights and KV cache, and the tokens
-        that `engine.cache_gib` holds. SGLang applies the fraction to the memory that is free at its start, which is the
-        share or more."""
+        """Two flags that limit the server's GPU memory: the fraction of its share for weights and KV cache, and the
+        tokens that `engine.cache_gib` holds. SGLang applies the fraction to the memory that is free at its start, which
+        is the share or more."""
         free = max(1.0, room.share * room.memory)
         return {
             "--mem-fraction-static": f"{min(_MOST, ceil(room.planned / free * 1000) / 1000):.3f}",

@@ -340,7 +340,7 @@ def _is_lost(call: _Call, limit: float) -> bool:
 
 
 def _lost(config: RewardsConfig, call: _Call, count: int) -> Problem:
-    """Describe `count` calls without a verdict in time as a problem; `call` is the last of them."""
+    """Describe `count` lost calls as a problem, by the last of them, `call`: without a verdict, late, or too slow."""
     which = f"the gold answer of {place_of(call.question)}, judged as a completion"
     if call.verdict.outcome is Outcome.UNDECIDED and not call.verdict.reason.startswith(TIMED_OUT):
         times = f"in any of {several(count, 'call')}" if count > 1 else "in one call"
