@@ -1,6 +1,7 @@
 """Mistakes in loops of one's own are told with their place, what was found, and what to do."""
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import stretto
 from stretto.core.records import Prompt
 from stretto.launch.recipe.recipe import validate
+from stretto_verbs.background import background
 from tests.engine.byte_policy import NAME, build_byte_policy
 from tests.verbs.test_scheduler import said
 
@@ -272,6 +274,22 @@ def test_a_closed_engine_and_weights_of_others(folder: Path, tmp_path: Path) -> 
     for act in (lambda: engine.sample("3+4="), lambda: engine.score(["3+4="]), lambda: engine.update(other.weights())):
         with pytest.raises(stretto.StrettoError, match=r"is closed; load another one|another tokenizer"):
             act()
+
+
+def test_an_engine_that_does_not_end_well_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, warm: None
+) -> None:
+    apart = stretto.Engine.load(folder, apart=True, cache_gib=0.02)
+    os.close((source := cast(Any, apart._source))._held)  # as somebody's os.closerange does
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        apart.close()
+    apart.close()
+    assert not source._folder.exists()
+    monkeypatch.setattr("stretto_verbs.engine._END_SECONDS", 0.1)
+    busy = stretto.Engine.load(folder, cache_gib=0.02)
+    background().loop.call_soon_threadsafe(time.sleep, 0.5)
+    busy.close()
+    assert "an engine has not ended after 0.1 s; its end goes on in the background" in caplog.text
 
 
 def test_two_writers_of_one_folder(folder: Path, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import logging
 import os
 import threading
 from collections.abc import Coroutine, Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import CancelledError, Future, wait
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -87,6 +87,16 @@ def background() -> Background:
         if (process := os.getpid()) not in _known:
             _known[process] = Background()
         return _known[process]
+
+
+def await_end(ending: Future[None], name: str, seconds: float) -> None:
+    """Wait for the end of `name`, and raise the error with which it failed. After `seconds`, log a warning and return.
+    An end that was cancelled, as this process ends, is none to tell of."""
+    if ending in wait([ending], seconds).done:
+        with suppress(CancelledError):
+            ending.result()
+    else:
+        log.warning("%s has not ended after %g s; its end goes on in the background", name, seconds)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import os
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 from importlib.util import find_spec
 from numbers import Integral
@@ -41,7 +41,7 @@ from stretto_verbs.arguments import (
     prompt_of,
     prompts_of,
 )
-from stretto_verbs.background import background
+from stretto_verbs.background import await_end, background
 from stretto_verbs.completion import TextCompletion, mark_of
 from stretto_verbs.ledger import TURN, FolderLedger, TicketsInFlight, turn_seeds
 from stretto_verbs.models import MODEL, Lora, PolicyWeights, SharedModel, check_base, lora_of
@@ -367,11 +367,12 @@ class LocalEngine:
         return background().call(self._source.score(tokens))
 
     def close(self) -> None:
-        """Abort all completions, end the engine's processes, waiting for this up to 7 s, and free the memory of an
-        engine in this process. Later calls raise EngineLost; a second `close` does nothing."""
+        """Abort all completions, end the engine's processes, waiting for this up to 7 s (longer: a warning is logged),
+        and free the memory of an engine in this process. Later calls raise EngineLost; a second `close` does nothing.
+        Raises DeadlineExceeded or OSError if a process cannot be ended, or its folder not be removed."""
         ending = self._end()
         if ending is not None and not background().here:
-            wait([ending], _END_SECONDS)
+            await_end(ending, "an engine", _END_SECONDS)
 
     def __enter__(self) -> Self:
         return self

@@ -290,9 +290,11 @@ class SourceApart:
     async def _stop(self, *, keep_logs: bool = False) -> None:
         """End the processes, and remove published weights, sockets and (unless `keep_logs`) the logs beside them."""
         await cancel_and_wait(self._tasks)
-        await self._pool.stop(_GRACE_SECONDS)
-        remove(self._name, self._folder)
-        lock.let_go(self._folder, self._held, kept=keep_logs)
+        try:
+            await self._pool.stop(_GRACE_SECONDS)
+        finally:
+            remove(self._name, self._folder)
+            lock.let_go(self._folder, self._held, kept=keep_logs)
 
     def _check_open(self) -> None:
         """Raise EngineLost if this source was closed, or the error with which an engine could not be replaced."""
