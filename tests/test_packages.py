@@ -29,6 +29,7 @@ import stretto
 import stretto_servers
 from stretto.core.errors import UserError
 from stretto.doors import loading
+from stretto_app.cli.main import main
 from stretto_app.extensions.preflight.dry_run import check
 
 ROOT = Path(__file__).parent.parent
@@ -208,6 +209,22 @@ def test_a_missing_package_is_refused_with_its_extra_another_version_by_both(mon
     monkeypatch.setattr(stretto_servers, "__version__", "0.0.9")
     versions = f"stretto-servers is version 0.0.9, and stretto-core is version {stretto.__version__}"
     assert versions in told('engine.kind="vllm"')
+
+
+@pytest.mark.parametrize("package", loading.ALWAYS)
+def test_another_version_of_what_is_always_there_is_refused_by_both(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(f"{package}.__version__", "0.0.9")
+    versions = f" is version 0.0.9, and stretto-core is version {stretto.__version__}; all packages"
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 2
+    assert versions in capsys.readouterr().err
+    name = {"stretto_app": "evaluate", "stretto_workflows": "Workflow", "stretto_report": ""}.get(package, "Trainer")
+    if name:
+        with pytest.raises(ImportError, match=versions):
+            getattr(stretto, name)
 
 
 def project_of(file: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import typer
 
 from stretto import __version__
 from stretto.core.errors import StrettoError, described, harmless
-from stretto.doors.loading import check_packages
+from stretto.doors.loading import ALWAYS, check_packages
 from stretto_app.cli.group import Commands
 from stretto_app.cli.interrupts import forking, importing
 from stretto_app.cli.joining import engine, rank
@@ -450,7 +450,7 @@ def main() -> None:
     traceback."""
     _open_streams()
     try:
-        check_packages("stretto", "stretto_app", "stretto_report", "stretto_verify")
+        check_packages("stretto", *ALWAYS)
         _COMMAND()
     except StrettoError as error:
         print(f"stretto: {error}", file=sys.stderr)

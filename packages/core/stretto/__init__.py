@@ -136,9 +136,14 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'stretto' has no attribute {name!r}")
     module, colon, inner = _ORIGINS[name].partition(":")
     package = module.partition(".")[0]
-    if package != __name__ and not find_spec(package):
-        of = package.removesuffix("_app").replace("_", "-")
-        raise ImportError(f"stretto.{name} is part of {of}; install it: pip install stretto")
+    for needed in (package, "stretto_kernels", "stretto_verify"):
+        of = needed.removesuffix("_app").replace("_", "-")
+        if not find_spec(needed):
+            lacks = "is part of" if needed == package else "needs"
+            raise ImportError(f"stretto.{name} {lacks} {of}; install it: pip install stretto")
+        if (version := getattr(import_module(needed), "__version__", "none")) != __version__:
+            told = f"{of} is version {version}, and stretto-core is version {__version__}"
+            raise ImportError(f"stretto.{name}: {told}; all packages of stretto need one version")
     found = import_module(module)
     return getattr(found, inner or name) if inner or not colon else found
 

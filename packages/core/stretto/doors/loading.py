@@ -23,7 +23,7 @@ from stretto.core.errors import Problem, RecipeError, nearest
 
 _CORE, _APPLICATION = "stretto", "stretto_app"
 #: Packages that `pip install stretto` installs; every other package is an extra.
-_ALWAYS = (_APPLICATION, "stretto_kernels", "stretto_report", "stretto_verbs", "stretto_verify", "stretto_workflows")
+ALWAYS = (_APPLICATION, "stretto_kernels", "stretto_report", "stretto_verbs", "stretto_verify", "stretto_workflows")
 
 
 def is_there(*packages: str) -> bool:
@@ -70,7 +70,7 @@ def _remedy(missing: Sequence[str]) -> str:
     >>> _remedy(["stretto_app", "stretto_cluster"]), _remedy(["stretto_report"])
     ("pip install 'stretto[cluster]'", 'pip install stretto')
     """
-    extras = ",".join(package.removeprefix("stretto_") for package in missing if package not in _ALWAYS)
+    extras = ",".join(package.removeprefix("stretto_") for package in missing if package not in ALWAYS)
     return f"pip install '{_CORE}[{extras}]'" if extras else f"pip install {_CORE}"
 
 
