@@ -152,7 +152,7 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
         (gzip.compress(GOOD.encode(), mtime=0), "it is compressed by gzip, and its name does not end with .gz"),
         (b"PAR1\x15\x04\x15\xa0\x01\x15\xb8", "it is a parquet file"),
         (GOOD.encode("utf-16"), "a UTF-8 text file is needed"),
-        (GOOD.encode() + b"\n\xff", "a UTF-8 text file is needed"),
+        (GOOD.encode() + b"\n\xff", "rows.jsonl:2: cannot be read: the byte 0xff is no UTF-8; a UTF-8 text file is"),
         (b"\0" * 100, "broken JSON"),
         (b"[" + GOOD.encode() + b"]", "instead of one object"),
         (

@@ -137,8 +137,10 @@ def read_text(path: Path) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        which = f"it is {kinds[0]}" if kinds else str(error)
-        raise mistake(str(path), f"cannot be read: {which}", "a UTF-8 text file is needed") from None
+        wrong = error.object[error.start]  # of what follows a mark at the beginning
+        place = str(path) if kinds else f"{path}:{error.object.count(10, 0, error.start) + 1}"
+        which = f"it is {kinds[0]}" if kinds else f"the byte 0x{wrong:02x} is no UTF-8"
+        raise mistake(place, f"cannot be read: {which}", "a UTF-8 text file is needed") from None
 
 
 def _unpacked(path: Path) -> bytes:
