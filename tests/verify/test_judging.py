@@ -37,6 +37,7 @@ ADD_ONE = [{"stdin": "41", "stdout": "42"}, {"stdin": "-1", "stdout": "0"}]
         (r"\boxed{43}", "6 * 7 = 42 #### 42", "wrong", "the final answer is '43', the gold answer '42'"),
         ("<think>42", "42", "wrong", "no final answer; the gold answer is '42'"),
         ("1", r"\frac{1}{", "undecided", "a gold answer that cannot be read"),
+        ("no idea", r"\frac{1}{", "undecided", "a gold answer that cannot be read"),
         ("1", "", "undecided", "the gold answer '' holds no answer"),
     ],
 )
@@ -200,10 +201,14 @@ def test_every_bad_line_is_named_and_nothing_is_judged(
     assert told in printed.err
 
 
-@pytest.mark.parametrize(("text", "told"), [("", "no rows"), (None, "cannot be read")])
-def test_no_rows_are_a_mistake(text: str | None, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("text", "told"), [(b"", "no rows"), (None, "cannot be read"), (b"\n\xff", ":2: the byte 0xff")]
+)
+def test_no_rows_are_a_mistake(
+    text: bytes | None, told: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     if text is not None:
-        (tmp_path / "rows.jsonl").write_text(text)
+        (tmp_path / "rows.jsonl").write_bytes(text)
     assert main(["code", str(tmp_path / "rows.jsonl")]) == 2
     assert told in capfd.readouterr().err
 

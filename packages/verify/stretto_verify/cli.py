@@ -63,8 +63,11 @@ def read_rows(path: Path, needed: str) -> list[tuple[int, dict[str, Any]]]:
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise BadLines([f"{path}: cannot be read: {error}"]) from None
+    except UnicodeDecodeError as error:
+        number = error.object.count(b"\n", 0, error.start) + 1
+        raise BadLines([f"{path}:{number}: the byte 0x{error.object[error.start]:02x} is no UTF-8"]) from None
     rows, problems = list[tuple[int, dict[str, Any]]](), list[str]()
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

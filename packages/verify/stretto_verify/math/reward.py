@@ -10,6 +10,7 @@ docs/how_to/rewards.md defines which answers are right, with reasons.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -87,22 +88,23 @@ def math(prompt: str, completion: str, answer: str) -> bool:
     expected = gold_piece(answer)
     if completion.strip() == answer.strip() and not opened(prompt):
         return True
-    if len(completion) > LONGEST_COMPLETION:
+    with suppress(TooLong, Undecided), limited_time():
+        if len(completion) <= LONGEST_COMPLETION and _is_right(prompt, completion, answer, expected):
+            return True
+    return not gold(prompt, completion, answer)  # raises Undecided if the gold answer is at fault
+
+
+def _is_right(prompt: str, completion: str, answer: str, expected: FinalAnswer) -> bool:
+    given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
+    if given is None and (word := emphasized(said(completion, prompt))) is not None:
+        given = FinalAnswer(word, certain=True)
+    if given is None or not given.text.strip():
         return False
-    try:
-        with limited_time():
-            given = final_answer(without_frame(completion.replace("’", "'"), prompt.replace("’", "'")))
-            if given is None and (word := emphasized(said(completion, prompt))) is not None:
-                given = FinalAnswer(word, certain=True)
-            if given is None or not given.text.strip():
-                return False
-            if "boxed" not in completion and _is_unfinished(completion):
-                return False
-            if (named := subject(answer)) and is_of_another(named, completion, given.text):
-                return False
-            return judged(expected, given, prompt)
-    except (TooLong, Undecided):
-        return not gold(prompt, completion, answer)  # raises Undecided if the gold answer is at fault
+    if "boxed" not in completion and _is_unfinished(completion):
+        return False
+    if (named := subject(answer)) and is_of_another(named, completion, given.text):
+        return False
+    return judged(expected, given, prompt)
 
 
 @lru_cache(maxsize=1 << 16)
