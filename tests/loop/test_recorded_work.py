@@ -101,6 +101,7 @@ def test_work_that_comes_before_the_first_prompt_is_in_no_activity(desk: Desk) -
     desk.recorder.spans([Span("engine-0", "generate", 10.0, 12.0), Span("engine-0", "map", 10.0, 11.0)])
     desk.recorder.spans([Span("engine-0", "generate", 12.0, 12.5), Span("engine-0", "load", 12.5, 12.75)])
     assert desk.recorder.totals().activities == {"engine-0": {"generate": 2.5, "load": 0.25}}
+    assert desk.recorder.totals().beside == {"engine-0": {"load": 1.0}}  # the time of cores that loading takes
 
 
 def test_a_step_that_a_resume_records_has_the_bound_under_which_it_was_trained(desk: Desk) -> None:

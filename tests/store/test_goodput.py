@@ -7,6 +7,7 @@ idleness has its reasons; the ledger counts as its file does, through every chan
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from stretto.core.records import Prompt, State
 from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
-from stretto.store.totals import CATEGORIES, OnRecord, Totals, goodput, tokens_by_category
+from stretto.store.totals import CATEGORIES, IDLE, OTHERS, OnRecord, Totals, core_budget, goodput, tokens_by_category
 from stretto_report.reading.inspection import role_times
 from tests.store.make import Make
 
@@ -75,6 +76,22 @@ def test_every_second_of_a_run_worked_by_hand_has_its_category_and_idleness_its_
     assert found.budget["trained"].seconds == pytest.approx(30.0 + 21.0 + 6.0)
 
 
+def test_the_time_of_cores_goes_to_trained_tokens_by_what_engines_and_trainer_did() -> None:
+    totals = Totals(
+        max_staleness=None,
+        generated=80,
+        evaluated=20,
+        generated_by={"engine-0": 80},
+        activities={"engine-0": {"generate": 50.0, "recompute": 5.0, "load": 3.0}, "trainer": {"update": 1.0}},
+        beside={"engine-0": {"load": 2.0}},
+        cores={"engine-0": 12.0, "trainer": 8.0, "rewards": 2.0, IDLE: 10.0, OTHERS: 0.0},
+    )
+    assert core_budget(totals, OnRecord(trained=60, masked=20)) == pytest.approx(
+        {"trained": 12, "masked": 4, "recomputed": 1, "loading": 1, "evaluation": 2, "rewards": 2, IDLE: 10}
+    )
+    assert core_budget(Totals(max_staleness=None, busy={"trainer": 1.0}), OnRecord()) == {}  # of an earlier version
+
+
 @example(  # the least number of all: a product with it is rounded to a multiple
     (0, 0, 0, 0), OnRecord(), (0.0, 1.5, 0.0), {"engine-0": 2.0}, {"engine-0": {"generate": 5e-324}}
 )
@@ -121,6 +138,8 @@ def test_every_budget_adds_up(
         assert found.roles[role]["idle"] == pytest.approx(sum(found.idle[role].values()))
     total = sum(category.seconds for category in found.budget.values())
     assert total == pytest.approx(totals.wall_seconds * len(busy))
+    cores = core_budget(msgspec.structs.replace(totals, cores=busy | {IDLE: ending}), on_record)
+    assert sum(cores.values()) == pytest.approx(sum(busy.values()) + ending)
 
 
 def test_the_ledger_counts_tokens_as_its_file_does_also_after_a_restart(tmp_path: Path) -> None:

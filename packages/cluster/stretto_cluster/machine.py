@@ -211,6 +211,11 @@ class RemoteProcess:
         return self._machine.clock_offset
 
     @property
+    def pids(self) -> tuple[int, ...]:
+        """None: its id is that of a process on another machine."""
+        return ()
+
+    @property
     def running(self) -> bool:
         """Whether the process was ordered to start, and neither its end nor the loss of its machine is known."""
         return self._end is not None and not self._end.done() and not self._machine.lost.done()

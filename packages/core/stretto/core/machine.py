@@ -86,6 +86,35 @@ def cores() -> int:
     return os.cpu_count() or 1
 
 
+def allowed_cores() -> float:
+    """Number of cores that this process may use at a time: `cores`, or what the quota of its control groups (cgroup v2)
+    allows, if that is less."""
+    found = float(cores())
+    with contextlib.suppress(OSError):
+        group = Path("/proc/self/cgroup").read_text(encoding="utf-8").rpartition("0::")[2].strip()
+        folder = Path(f"/sys/fs/cgroup{group}")
+        for one in (folder, *folder.parents[:-3]):
+            with contextlib.suppress(OSError, ValueError):  # no quota: "max 100000", or no such file
+                quota, period = map(int, (one / "cpu.max").read_text(encoding="utf-8").split())
+                found = min(found, quota / period)
+    return found
+
+
+def busy_seconds() -> float:
+    """CPU seconds that all processes of the machine, and others on its host, have taken of the cores that this process
+    may use, since the machine started; 0 where the system does not tell."""
+    if sys.platform != "linux":
+        return 0.0
+    own, found = {f"cpu{number}" for number in os.sched_getaffinity(0)}, 0
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/stat").read_text(encoding="utf-8").splitlines():
+            name, *ticks = line.split()
+            if name in own:
+                user, nice, system, _idle, _awaited, *others = map(int, ticks[:8])
+                found += user + nice + system + sum(others)
+    return found / os.sysconf("SC_CLK_TCK")
+
+
 def available_memory() -> int:
     """Bytes that can be allocated without swapping (the kernel's MemAvailable)."""
     with contextlib.suppress(OSError):

@@ -251,6 +251,10 @@ class ReplaceableProcess(Protocol):
         """Seconds to add to times of the clock of the process's machine to get times of the conductor's clock."""
 
     @property
+    def pids(self) -> Sequence[int]:
+        """Process id; empty if the process is not running, or runs on another machine."""
+
+    @property
     def running(self) -> bool: ...
 
     @property

@@ -22,6 +22,20 @@ def cpu_ticks(pid: int) -> int:
     return int(fields[11]) + int(fields[12])
 
 
+def spent_seconds(pid: int) -> float:
+    """CPU seconds of a process, of its running descendants, and of those that these have waited for; 0 once it has
+    ended. A child that ends meanwhile may be left out until the next call, and none counts twice."""
+    return sum(map(_ticks_of_all, (pid, *descendants(pid)))) / os.sysconf("SC_CLK_TCK")
+
+
+def _ticks_of_all(pid: int) -> int:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return sum(map(int, fields[11:15]))
+
+
 def resident_bytes(pid: int) -> int:
     """Resident memory of a process and all its descendants, in bytes; 0 once it has ended. A page that several of them
     share counts once for each."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from msgspec import UNSET, UnsetType
+
 from stretto.core.records import Record
 from stretto.store.run_folder import Branch
 from stretto.store.selection import Bias, MaskedGroups
@@ -133,4 +135,7 @@ class Inspection(Record, frozen=True):
     state: str = ""
     reason: str = ""
     replay: Branch | None = None  # origin of a branch of `stretto replay`, which generates and evaluates nothing
+    cores: Mapping[str, float] | UnsetType = (
+        UNSET  # use: seconds of the run's cores; a run of an earlier stretto has none
+    )
     changed: tuple[str, ...] = ()  # sentences: user-defined parts whose source has changed between two starts

@@ -54,7 +54,8 @@ class Totals(Record, frozen=True):
 
     Tokens: `generated` for training prompts; of these, `stopped` in completions aborted for good, and `unfinished` in
     flight when the run ended; `recomputed`: with a KV cache computed again; `evaluated`: sampled for evaluations.
-    `busy`: seconds of work by role; `activities`: the same by role and span name.
+    `busy`: seconds of work by role; `activities`: the same by role and span name. `cores`: seconds of the cores that
+    the run may use, by the role that took them, or by `STARTING`, `ENDING`, `REST`, `OTHERS` and `IDLE`.
     """
 
     max_staleness: float | None  # None: no bound; JSON turns infinity into None
@@ -73,6 +74,8 @@ class Totals(Record, frozen=True):
     evaluated: int = 0  # tokens sampled by all engines for evaluations
     starting_seconds: float = 0.0  # until the first prompt was admitted
     activities: Mapping[str, Mapping[str, float]] = {}  # role, span name: seconds, counted as `busy`
+    beside: Mapping[str, Mapping[str, float]] = {}  # as `activities`, of the spans `BESIDE`, not counted as `busy`
+    cores: Mapping[str, float] = {}  # their sum: cores × wall seconds; empty in runs of earlier versions
 
 
 TOTALS = "totals"
@@ -109,11 +112,17 @@ TRAINED, WAITING, MASKED, EXPIRED, FILTERED, RECOMPUTED, FAILED, IDLE = CATEGORI
     "idle",
 )
 
+STARTING, ENDING = "starting", "ending"  #: before the first prompt was admitted; behind the last update
+#: Cores' time between these: of processes of the run that are no role, or of a role that has ended since it was last
+#: asked; of processes that are not the run's.
+REST, OTHERS = "rest_of_the_run", "other_processes"
 _REST = {"trainer": "batch", "rewards": "completions", "conductor": "events"}  # role: what it waits for while idle
 _OF_ENGINES = "admission"
 #: Spans of work on no token: name of the span: reason for which the role counts as idle.
 _PAUSES = {"load": "loading", "prove": "proving", "publish": "publishing", "checkpoint": "checkpointing"}
 AGAIN = "again"  #: name of a trainer's spans while it repeats a step of an earlier process
+#: Spans that run beside other work of their role: name of the span: name of the pause to which its cores' time belongs.
+BESIDE = {"map": "load", "write": "publish"}
 #: Names of spans that count as work of their role. `map` does not: it runs while the engine steps.
 WORK = frozenset({"generate", "recompute", "proximal", "update", AGAIN, *_PAUSES})
 
@@ -208,12 +217,30 @@ def goodput(totals: Totals, on_record: OnRecord) -> Goodput:
             roles[role], reasons = _training(spent, tokens)
         else:
             roles[role], reasons = in_proportion(worked, _sampled(tokens), WAITING), {}
-        reasons |= {"starting": totals.starting_seconds, "ending": ending}
+        reasons |= {STARTING: totals.starting_seconds, ENDING: ending}
         reasons[_OF_ENGINES if role in totals.generated_by else _REST.get(role, "events")] = rl - worked
         idle[role] = {reason: spell for reason, spell in sorted(reasons.items()) if spell > 0}
         roles[role] = {name: roles[role].get(name, 0.0) for name in CATEGORIES} | {IDLE: sum(idle[role].values())}
     budget = {name: Category(sum(role[name] for role in roles.values()), tokens[name]) for name in CATEGORIES}
     return Goodput(budget, roles, idle)
+
+
+def core_budget(totals: Totals, on_record: OnRecord) -> dict[str, float]:
+    """Divide the seconds of the run's cores by what they went into: the goodput categories and the reasons of idleness
+    for the work of engines and trainer, whose seconds are divided as in `goodput`; the other keys of `Totals.cores`.
+    Empty if they were not recorded; else their sum is that of `Totals.cores`."""
+    tokens, found = tokens_by_category(totals, on_record), dict[str, float]()
+    for name, seconds in totals.cores.items():
+        worked, beside = totals.activities.get(name, {}), totals.beside.get(name, {})
+        parts = {one: worked.get(one, 0.0) + beside.get(one, 0.0) for one in worked.keys() | beside.keys()}
+        spent = in_proportion(seconds, parts)
+        if name in totals.generated_by:
+            work, reasons = _generation(spent, tokens, totals)
+        else:
+            work, reasons = _training(spent, tokens) if name == "trainer" else ({name: seconds}, {})
+        for use, part in (*work.items(), *reasons.items()):
+            found[use] = found.get(use, 0.0) + part
+    return {use: part for use, part in found.items() if part > 0}
 
 
 def in_proportion(seconds: float, parts: Mapping[str, float], otherwise: str = "") -> dict[str, float]:

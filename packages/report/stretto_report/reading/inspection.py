@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 
 import msgspec
+from msgspec import UNSET
 
 from stretto.core.admission import BoundChange
 from stretto.core.canary import CANARY, CanaryRecord
@@ -45,6 +46,7 @@ from stretto.store.totals import (
     Carried,
     Membership,
     Totals,
+    core_budget,
     goodput,
 )
 
@@ -93,7 +95,8 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
         "SELECT count(published_version), coalesce(max(published_version), 0) FROM steps"
     ).fetchone()
     staleness = _staleness(connection, totals.max_staleness)
-    spent = goodput(totals, tokens_on_record(connection))
+    on_record = tokens_on_record(connection)
+    spent = goodput(totals, on_record)
     interrupted, multi_version = connection.execute(
         "SELECT coalesce(sum(interrupted > 0), 0), coalesce(sum(newest_version > oldest_version), 0) FROM trajectories"
     ).fetchone()
@@ -126,6 +129,7 @@ def inspection_of(connection: sqlite3.Connection) -> Inspection:
         goodput=spent.budget,
         goodput_roles=spent.roles,
         idle=spent.idle,
+        cores=core_budget(totals, on_record) or UNSET,
         bounds=tuple(
             ChangedBound(one.step, one.name, one.before, one.after, one.reason)
             for one in fact(connection, BOUNDS, tuple[BoundChange, ...]) or ()
@@ -160,6 +164,7 @@ def of_branch(found: Inspection, branch: Branch | None) -> Inspection:
         goodput={},
         goodput_roles={},
         idle={},
+        cores=UNSET,
     )
 
 

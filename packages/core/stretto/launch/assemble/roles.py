@@ -31,7 +31,7 @@ from stretto.loop.recovery import Recovery
 from stretto.loop.trainer_link import TrainerLink
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
-from stretto.processes.tree import own_resident_bytes, resident_bytes
+from stretto.processes.tree import own_resident_bytes, resident_bytes, spent_seconds
 from stretto.rewards.service.pool import RewardPool
 from stretto.store import lock
 from stretto.store.files import identity
@@ -107,13 +107,23 @@ class Roles:
             left=self.engines.left,
         )
 
-    def resident(self) -> dict[str, int]:
-        """Return the resident memory in bytes by role, descendant processes included; for engines, as of the last
-        poll."""
+    def spent(self) -> dict[str, dict[int, float]]:
+        """Return the CPU seconds so far by role and process id, of roles on this machine, descendant processes
+        included."""
+        pids = self.engines.pids() | self._pids()
+        found = {role: {pid: spent_seconds(pid) for pid in theirs} for role, theirs in pids.items()}
+        return found | {"conductor": {os.getpid(): time.process_time()}}
+
+    def _pids(self) -> dict[str, Sequence[int]]:
         pids: dict[str, Sequence[int]] = {"trainer": self.trainer.process.pids, "rewards": self.rewards.pids}
         if self.workflows is not None and self.workflows.pids is not None:
             pids["workflow"] = self.workflows.pids
-        found = {role: sum(map(resident_bytes, theirs)) for role, theirs in pids.items()}
+        return pids
+
+    def resident(self) -> dict[str, int]:
+        """Return the resident memory in bytes by role, descendant processes included; for engines, as of the last
+        poll."""
+        found = {role: sum(map(resident_bytes, theirs)) for role, theirs in self._pids().items()}
         return self.engines.resident() | found | {"conductor": own_resident_bytes()}
 
 

@@ -31,7 +31,7 @@ from stretto.loop.evaluation import Evaluations, Evaluator
 from stretto.loop.records.alarms import SlowReward
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.records.reporter import Reporter
-from stretto.loop.records.totals import RunClock, Tenure, carried_over, next_tenure
+from stretto.loop.records.totals import RunClock, Tenure, carried_over, next_tenure, run_seconds
 from stretto.loop.recovery import Recovery, seal_start
 from stretto.processes.spawn import Spawner
 from stretto.processes.stopping import StopSignal
@@ -135,7 +135,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
     Raises:
         StrettoError: the run cannot continue. It can be resumed from its last checkpoint.
     """
-    stop, since = StopSignal(), time.monotonic()
+    stop, began = StopSignal(), (time.monotonic(), run_seconds())
     stop.call(lambda: reporter.say(_stopping(plan, folder)))
     if not folder.policy(0).exists():
         log = folder.role_log("warm-start")
@@ -174,7 +174,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
                 _keep_roster(context, roles)
                 if not stop.requested:
                     selection = _selection(context)
-                    recorder = _recorder(context, roles, earlier, since, selection)
+                    recorder = _recorder(context, roles, RunClock(earlier, *began, roles.spent), earlier, selection)
                     await run_beside(roles.supervise(), _train(context, roles, recorder, selection, unfinished))
             record_end(ledger, stop.exit_code)  # before tools ask how the run ended
             ledger.flush()
@@ -229,9 +229,10 @@ def _selection(context: RunContext) -> SelectionWatch:
     return watch
 
 
-def _recorder(context: RunContext, roles: Roles, earlier: Totals, since: float, selection: SelectionWatch) -> Recorder:
-    """Return the recorder of the run. `earlier`: totals of earlier processes; `since`: start of this one, by
-    `time.monotonic`."""
+def _recorder(
+    context: RunContext, roles: Roles, clock: RunClock, earlier: Totals, selection: SelectionWatch
+) -> Recorder:
+    """Return the recorder of the run. `earlier`: totals of earlier processes."""
     recipe = context.plan.recipe
     return Recorder(
         context.folder,
@@ -240,7 +241,7 @@ def _recorder(context: RunContext, roles: Roles, earlier: Totals, since: float, 
         work=roles.work,
         max_staleness=recipe.rollout.staleness_bounds[1],
         earlier=earlier,
-        clock=RunClock(earlier, since),
+        clock=clock,
         medium=medium_of(recipe).medium,
         slow_reward=SlowReward(recipe.rewards.title, roles.rewards.workers),
         sample_seconds=recipe.store.sample_seconds,

@@ -462,8 +462,7 @@ class EnginePool:
         return frozenset(self._left.keys() - self._engines.keys())
 
     def shares(self) -> dict[str, float]:
-        """Newest measured distance of each engine in the pool from the trainer's log-probabilities, by name, as a share
-        of its tolerance (above 1: refused)."""
+        """Newest distance of each engine in the pool from the trainer, as a share of its tolerance (over 1: no)."""
         return {name: share for name, share in self.proving.shares().items() if name in self._engines}
 
     def busy(self) -> dict[str, float]:
@@ -471,8 +470,12 @@ class EnginePool:
         return {engine.name: engine.counters.total(lambda health: health.busy_seconds) for engine in self._all}
 
     def generated(self) -> dict[str, int]:
-        """Generated tokens by engine, earlier processes and engines that have left included, as of the last poll."""
+        """Generated tokens by engine, of the same processes as `busy`."""
         return {engine.name: round(engine.counters.total(lambda health: health.generated)) for engine in self._all}
+
+    def pids(self) -> dict[str, Sequence[int]]:
+        """Process ids on this machine by engine of the pool."""
+        return {name: engine.process.pids for name, engine in self._engines.items()}
 
     def resident(self) -> dict[str, int]:
         """Resident memory in bytes by engine of the pool that has replied, as of the last poll."""

@@ -40,7 +40,7 @@ from stretto.store.series.metrics import (
     alike,
     read_evaluations,
 )
-from stretto.store.totals import JUDGED, TOTALS, WAITING, Carried, Judged, Totals, goodput, tokens_by_category
+from stretto.store.totals import BESIDE, JUDGED, TOTALS, WAITING, Carried, Judged, Totals, goodput, tokens_by_category
 
 if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
     from stretto.store.ledger.ledger import Ledger
@@ -109,6 +109,7 @@ class Recorder:
         self._stopped: int | None = None  # tokens stopped before the end of the run
         self._left_over = 0  # tokens of whole turns that are in no trajectory
         self._activities: Mapping[str, Mapping[str, float]] = {}
+        self._beside: Mapping[str, Mapping[str, float]] = {}
         # Tokens of evaluations by engine: now, and at the last poll.
         self._evaluation_tokens, self._not_trained_for = Counter[str](), Counter[str]()
         ledger.watch(TOTALS, self._on_record)  # a run may die before its next step
@@ -134,7 +135,7 @@ class Recorder:
         self._before = work = self._work()
         self._busy_before, self._polled = work.busy, time.monotonic()
         self._evaluation_tokens, self._not_trained_for = Counter(), Counter()
-        self._activities = self.latest.activities
+        self._activities, self._beside = self.latest.activities, self.latest.beside
         self.clock.rl_begins()
         self._conducting = True
 
@@ -236,6 +237,7 @@ class Recorder:
         """Take the busy share of each role since the last poll, and every 5 seconds its memory, for the next line of
         metrics; warn of a slow reward; flush the ledger. To be called after each poll of the roles."""
         now, work = time.monotonic(), self._work()
+        self.clock.read_cores()
         busy = {role: seconds for role, seconds in work.busy.items() if role not in work.left}
         elapsed = now - self._polled
         self._busy = {
@@ -318,6 +320,8 @@ class Recorder:
         self._spans.append(placed)
         self._carried = with_transfers(self._carried, spans)
         self._activities = with_activities(self._activities, spans)
+        beside = [msgspec.structs.replace(one, name=BESIDE[one.name]) for one in spans if one.name in BESIDE]
+        self._beside = with_activities(self._beside, beside)
 
     def totals(self) -> Totals:
         """Compute the totals up to now, earlier processes of the run included. Their RL seconds end at the last update.
@@ -332,6 +336,7 @@ class Recorder:
             final_accuracy=self.final_accuracy,
             rewards=self._rewards,
             starting_seconds=self.clock.starting_seconds,
+            cores=self.clock.cores,
         )
         if (before := self._before) is None:  # a resume records steps that an earlier process has trained
             return earlier
@@ -346,6 +351,7 @@ class Recorder:
             generated_by={name: tokens - self._not_trained_for[name] for name, tokens in sampled.items()},
             evaluated=self._not_trained_for.total() + earlier.evaluated,
             activities=self._activities,
+            beside=self._beside,
         )
 
     def _on_record(self) -> Totals:
@@ -356,6 +362,7 @@ class Recorder:
             wall_seconds=self.clock.wall_seconds,
             initial_accuracy=self.initial_accuracy,
             final_accuracy=self.final_accuracy,
+            cores=self.clock.cores,
         )
         if not self._conducting:
             return latest
@@ -374,4 +381,5 @@ class Recorder:
     def conclude(self) -> None:
         """Put the final totals into the ledger: those of the last update, or of `rl_ends` if it was called, with the
         initial and final accuracy and the whole wall time."""
+        self.clock.read_cores(0.0)
         self._ledger.put(TOTALS, self._on_record())

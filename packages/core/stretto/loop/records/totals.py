@@ -4,9 +4,11 @@ time of all.
 
 from __future__ import annotations
 
+import math
+import os
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -14,8 +16,10 @@ import msgspec
 
 from stretto.core.events import Span
 from stretto.core.frames import Name, Whole
+from stretto.core.machine import allowed_cores, busy_seconds
 from stretto.core.records import Record
-from stretto.store.totals import NEWEST_TRANSFERS, WORK, Carried, Totals
+from stretto.processes.tree import spent_seconds
+from stretto.store.totals import ENDING, IDLE, NEWEST_TRANSFERS, OTHERS, REST, STARTING, WORK, Carried, Totals
 
 
 class Tenure(Record, frozen=True, order=True):
@@ -61,15 +65,43 @@ class Work:
     left: Collection[str] = ()  # engines of these that have left
 
 
+def run_seconds() -> tuple[float, float]:
+    """CPU seconds of this process and its descendants, and those of all processes on the cores that it may use; the
+    second is 0 where the system tells neither."""
+    return spent_seconds(os.getpid()), busy_seconds()
+
+
+_APART = 1.0  # seconds between two readings of processes
+_RUN = ""  # beside the roles: the run's processes together
+
+
 class RunClock:
     """Measures the seconds of the whole run and of its RL part, from the first admitted prompt to the last update
-    (`rl_begins` and `updated` report these). Earlier processes of the run are included."""
+    (`rl_begins` and `updated` report these), and what of its cores' time went into what. Earlier processes of the run
+    are included."""
 
-    def __init__(self, earlier: Totals, since: float) -> None:
-        """Continue the clocks of `earlier` processes of the run. `since`: `time.monotonic` at the start of this
-        process's part."""
+    def __init__(
+        self,
+        earlier: Totals,
+        since: float,
+        taken: tuple[float, float] = (0.0, 0.0),
+        spent: Callable[[], Mapping[str, Mapping[int, float]]] = dict,
+    ) -> None:
+        """Continue the clocks of `earlier` processes of the run.
+
+        Args:
+            since: `time.monotonic` at the start of this process's part.
+            taken: `run_seconds` at that moment; without it the cores' time is not measured.
+            spent: returns the CPU seconds by role and process id.
+        """
         self._earlier = earlier
         self._since = since
+        self._taken, self._spent, self._cores = taken, spent, allowed_cores()
+        self._by_process: dict[tuple[str, int], float] = {}
+        self._read, self._others = -math.inf, 0.0
+        self._now: Mapping[str, float] = {}  # role: CPU seconds; `_RUN`: all processes, since `taken`
+        self._at_begin: Mapping[str, float] | None = None  # `_now` as the first prompt was admitted
+        self._at_update: Mapping[str, float] = {}
         self._rl_since: float | None = None
         #: From the first admitted prompt to the last update, summed over the processes of the run.
         self.rl_seconds = earlier.rl_seconds
@@ -77,6 +109,8 @@ class RunClock:
 
     def rl_begins(self) -> None:
         """Start the RL seconds of this process: the first prompt is about to be admitted."""
+        self.read_cores(0.0)
+        self._at_begin = self._at_update = self._now
         self._rl_since = time.monotonic()
         self.starting_seconds = self._earlier.starting_seconds + self._rl_since - self._since
 
@@ -84,11 +118,45 @@ class RunClock:
         """Advance the RL seconds to now: a training step has finished. Does nothing before the first prompt was
         admitted."""
         if self._rl_since is not None:
+            self.read_cores()
+            self._at_update = self._now
             self.rl_seconds = self._earlier.rl_seconds + time.monotonic() - self._rl_since
 
     @property
     def wall_seconds(self) -> float:
         return self._earlier.wall_seconds + time.monotonic() - self._since
+
+    def read_cores(self, apart: float = _APART) -> None:
+        """Read what the processes of the run and of the machine have spent, unless it was less than `apart` seconds
+        ago."""
+        if (now := time.monotonic()) - self._read < apart or not self._taken[1]:
+            return
+        self._read = now
+        for role, theirs in self._spent().items():
+            for pid, seconds in theirs.items():  # an ended child may be missing for a moment
+                self._by_process[role, pid] = max(seconds, self._by_process.get((role, pid), 0.0))
+        found = dict[str, float]()
+        for (role, _), seconds in self._by_process.items():
+            found[role] = found.get(role, 0.0) + seconds
+        run, busy = (last - first for last, first in zip(run_seconds(), self._taken, strict=True))
+        self._now = {**found, _RUN: max(run, self._now.get(_RUN, 0.0))}
+        self._others = max(0.0, busy - self._now[_RUN])
+
+    @property
+    def cores(self) -> dict[str, float]:
+        """Seconds of the cores that the run may use, as of the last reading: what each role took from the first prompt
+        to the last update, and the rest by what had it (`totals.REST` and others), which add up to cores × wall
+        seconds. Empty where the system does not tell them."""
+        if not self._now:
+            return dict(self._earlier.cores)
+        begin = self._now if self._at_begin is None else self._at_begin
+        end = self._now if self._at_begin is None else self._at_update
+        roles = {role: end[role] - begin.get(role, 0.0) for role in end if role != _RUN}
+        rest = max(0.0, end[_RUN] - begin[_RUN] - sum(roles.values()))
+        found = roles | {STARTING: begin[_RUN], ENDING: self._now[_RUN] - end[_RUN], REST: rest}
+        left = max(0.0, self._cores * (self._read - self._since) - sum(found.values()))
+        found |= {OTHERS: (others := min(self._others, left)), IDLE: left - others}
+        return over_the_run(found, {}, self._earlier.cores)
 
 
 #: The ledger's fact about the time axis of ``spans.jsonl``, which all processes of a run share: the Unix time of its

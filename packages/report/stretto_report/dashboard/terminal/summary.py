@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+from msgspec import UNSET
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -14,7 +15,7 @@ from rich.text import Text
 from stretto.core.errors import RunFolderError, several
 from stretto.store.inspection import CanaryProof, EngineRecord, Inspection, WeightsSummary
 from stretto.store.selection import SIGNIFICANT
-from stretto.store.totals import EXPIRED, IDLE, MASKED, RECOMPUTED
+from stretto.store.totals import EXPIRED, IDLE, MASKED, RECOMPUTED, TRAINED
 from stretto_report.dashboard.prediction import PredictedRun, predicted_beside_measured
 from stretto_report.dashboard.terminal.characters import cell, words
 from stretto_report.reading.inspection import inspect_run, role_times
@@ -54,8 +55,9 @@ def print_inspection(
             raise
         comparison, passed_over = None, f"not compared with its prediction: {error}"
     if as_json:
+        known = {name: value for name, value in msgspec.structs.asdict(inspection).items() if value is not UNSET}
         told = {
-            **msgspec.structs.asdict(inspection),
+            **known,
             "predicted": comparison,
             "not_predicted": passed_over,
             **(also or {}),
@@ -204,6 +206,7 @@ def _goodput(inspection: Inspection, hidden: Collection[str]) -> Rows:
             yield name.replace("_", " "), shown
             if share >= _LARGE and name in _KEYS:
                 yield "", f"bounded by {_KEYS[name]}"
+    yield from _cores(inspection)
     for name, bias in inspection.selection_bias.items():
         if bias.p < 1:
             found = f"{name} {bias.statistic:+.2f}, p = {bias.p:.1g}"
@@ -216,6 +219,16 @@ def _goodput(inspection: Inspection, hidden: Collection[str]) -> Rows:
         parts += [f"{reason} {spell:,.1f} s" for reason, spell in time.outside.items() if spell >= _SHOWN]
         if time.working is not None and parts and time.role not in hidden:
             yield f"{time.role}", f"{time.working:.0%} of the training at work; {', '.join(parts)}"
+
+
+def _cores(inspection: Inspection) -> Rows:
+    """Yield what the run's cores did, if it is on record: trained tokens, then the other parts, the largest first."""
+    cores = inspection.cores or {}
+    whole = sum(cores.values())
+    uses = sorted(cores, key=lambda use: (use != TRAINED, -cores[use]))
+    shown = [f"{use.replace('_', ' ')} {cores[use] / whole:.1%}" for use in uses if cores[use] >= _SHOWN_SHARE * whole]
+    if shown:
+        yield "cores", f"{whole:,.1f} s of their time: {', '.join(shown)}"
 
 
 def _engines(engines: Sequence[EngineRecord], hidden: Collection[str]) -> Rows:
