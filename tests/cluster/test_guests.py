@@ -309,7 +309,7 @@ async def test_no_more_tokens_so_far_than_are_left_to_sample(tmp_path: Path, kno
 async def test_a_reply_about_its_state_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "_LARGEST_NEWS", 1 << 16)
     for ask in (HttpEngine.health, HttpEngine.spans):
-        with pytest.raises(WireError, match="a reply of more than 65,536 bytes"):
+        with pytest.raises(EngineLied, match="a reply of more than 65,536 bytes"):
             await heard(tmp_path, bytes(1 << 20), ask)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from stretto.core.errors import DeadlineExceeded, EngineLost, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, WireError
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.http import client as client_module
 from stretto.engine.http.client import HttpEngine
@@ -81,7 +81,11 @@ async def test_requests_that_follow_each_other_share_a_connection(
         (b"HTTP/1.1 200 OK\r\ncontent-length: 50\r\n\r\nhalf", EngineLost, "broke off"),
         (b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 4\r\n\r\noops", EngineLost, "broke off a request"),
         (b"HTTP/1.1 502 Bad Gateway\r\ncontent-length: 4\r\n\r\noops", WireError, "a reply that no stretto engine"),
-        (b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\noops", WireError, "a reply that no stretto engine sends"),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-length: 4\r\n\r\noops",
+            EngineLied,
+            "nonsense about itself: a reply that no stretto engine sends",
+        ),
     ],
 )
 async def test_a_reply_that_is_none_is_a_named_error(

@@ -3,11 +3,12 @@
 It answers every seed with one token of the version it serves, behind those of the prefix. The prompt tells it to
 misbehave: 1 dies in mid-answer, 2 hangs up in mid-answer and goes on with it, as behind a cut network, 3 tells one
 token and never ends, 5 hangs up and listens no more, 6 hangs up and answers nothing any more, 7 has a bit of each
-answer wrong, 8 answers nothing any more. It never loads version 99, and answers nothing any more from that order on;
-one that starts with it serves it. Its spans are numbered, and take a moment. The file ``SPEC.model`` holds the
-newest version; or "broken", with which no engine starts; or "mistaken", the same, as by a mistake of the user; or
-"killed VERSION": the first engine that starts takes the word away and kills itself; or "hangs VERSION": the same, and
-it is never ready; or "grows VERSION": the same, and it loads for three seconds before it listens.
+answer wrong, 8 answers nothing any more, 9 to 11 tell nonsense of its health from then on. It never loads version 99,
+and answers nothing any more from that order on; one that starts with it serves it. Its spans are numbered, and take a
+moment. The file ``SPEC.model`` holds the newest version; or "broken", with which no engine starts; or "mistaken", the
+same, as by a mistake of the user; or "killed VERSION": the first engine that starts takes the word away and kills
+itself; or "hangs VERSION": the same, and it is never ready; or "grows VERSION": the same, and it loads for three
+seconds before it listens.
 """
 
 import asyncio
@@ -29,6 +30,11 @@ from stretto.engine.wire import AbortRequest, PartialsRequest, Refusal, UpdateRe
 from stretto.processes.channel import run_role
 from stretto.processes.heartbeat import begin_role
 
+NONSENSE = {
+    9: b'{"status": "ok"}',
+    10: msgspec.msgpack.encode({"version": "7", "generated": -1, "busy_seconds": float("nan")}),
+    11: bytes(1 << 20),  # again and again
+}
 DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF, TURN_MUTE, LIE, FREEZE = 1, 2, 3, 4, 5, 6, 7, 8
 UNFINISHED = 3  # tokens, it says, always
 NEVER = 99
@@ -50,13 +56,23 @@ class ToyEngine:
         self.generated = 0
         self.socket = socket
         self.deaf = self.mute = False
+        self.nonsense = 0
         self.open = set[str]()  # what it goes on with
         self.spans = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
             length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
-            body = await self._reply(head.split()[1].decode(), await reader.readexactly(length))
+            path = head.split()[1].decode()
+            body = await self._reply(path, await reader.readexactly(length))
+            if path == "/health" and (nonsense := NONSENSE.get(self.nonsense)) is not None:
+                endless, body = self.nonsense == 11, nonsense
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % (1 << 40 if endless else len(body)))
+                writer.write(body)
+                while endless and not writer.is_closing():
+                    writer.write(body)
+                    await writer.drain()
+                continue
             if body is None or self.deaf:
                 writer.close()
                 return
@@ -107,6 +123,8 @@ class ToyEngine:
             case 8:
                 self.mute = True
                 await asyncio.sleep(600)
+            case 9 | 10 | 11 as nonsense:
+                self.nonsense = nonsense
         self.generated += len(request.seeds)
         prefixes = request.prefixes or (Segment(),) * len(request.seeds)
         last = [Segment.of((seed,), (-0.1,), (self.version,), 0, StopReason.STOP) for seed in request.seeds]

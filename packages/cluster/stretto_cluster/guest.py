@@ -155,12 +155,15 @@ class GuestEngine(HttpEngine):
         """Ask for the engine's version, load and counters.
 
         Raises:
-            WireError: the engine claims an unpublished version.
+            EngineLied: the engine claims an unpublished version, or the reply is none that an engine sends.
             EngineLost: it cannot be reached, or the connection broke.
             DeadlineExceeded: it does not reply in time.
         """
         health = await super().health()
-        self._check_published(health.version)
+        try:
+            self._check_published(health.version)
+        except WireError as lie:
+            raise EngineLied(self.name, f"told nonsense about itself: {lie}") from None
         return health
 
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:

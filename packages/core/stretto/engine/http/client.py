@@ -219,14 +219,24 @@ class HttpEngine:
         return decoded(body, list[tuple[float, ...]])
 
     async def health(self) -> EngineHealth:
-        """The engine's version, queue length and counters."""
-        body = await self._exchange("/health", None, "its health", self._health_seconds, _LARGEST_NEWS)
-        return decoded(body, EngineHealth)
+        """The engine's version, queue length and counters. Raises EngineLied for a reply that no engine sends."""
+        return await self._news("/health", "its health", EngineHealth)
 
     async def spans(self) -> list[Span]:
-        """Times at which the engine was busy, since the last call, each returned once; of too many, the newest."""
-        body = await self._exchange("/spans", None, "its spans", self._health_seconds, _LARGEST_NEWS)
-        return decoded(body, list[Span])[-MOST_SPANS:]
+        """Times at which the engine was busy, since the last call, each returned once; of too many, the newest.
+        Raises EngineLied for a reply that no engine sends."""
+        return (await self._news("/spans", "its spans", list[Span]))[-MOST_SPANS:]
+
+    async def _news(self, path: str, awaited: str, kind: type[Message]) -> Message:
+        async with deadline(self._owner, awaited, self._health_seconds), self._connections.one() as connection:
+            connection.send("GET", path, b"")
+            try:
+                reply = await connection.rest(_LARGEST_NEWS)
+                if connection.status == _OK:
+                    return decoded(reply, kind)
+            except WireError as nonsense:
+                raise EngineLied(self.name, f"told nonsense about itself: {nonsense}") from None
+            raise refusal(self.name, connection.status, reply)
 
     def break_off(self) -> None:
         """Close every connection at once; open calls end with EngineLost."""

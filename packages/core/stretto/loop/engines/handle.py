@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import platform
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from pathlib import Path
@@ -14,10 +12,18 @@ from typing import NoReturn, Self
 
 from stretto.core.deadlines import standstill
 from stretto.core.engine import Engine
-from stretto.core.errors import DeadlineExceeded, EngineLeft, EngineLost, RoleDied, UnprovenWeights, WireError
+from stretto.core.errors import (
+    DeadlineExceeded,
+    EngineLeft,
+    EngineLied,
+    EngineLost,
+    RoleDied,
+    UnprovenWeights,
+    WireError,
+)
 from stretto.core.machine import on_gpus
 from stretto.core.records import Partials
-from stretto.core.tasks import cancel_and_wait, gather_or_cancel
+from stretto.core.tasks import gather_or_cancel
 from stretto.engine.http.client import HttpEngine
 from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
@@ -31,28 +37,6 @@ RETRY_SECONDS = 0.05
 _POLL_SECONDS = 0.005
 _GIVE_UP_SECONDS = 1.0
 _OVERTAKEN = 3  # loads of an engine that starts, each of a version that is not the newest any more at its end
-
-
-async def silent(engines: Collection[EngineHandle], deadlines: DeadlinesConfig) -> list[EngineHandle]:
-    """Ask each engine for its health, and return those that do not reply in time. Once one has replied, the others have
-    twice its time, at least `deadlines.hung` seconds. Until then the machine may be busy: all have `deadlines.answer`
-    seconds."""
-    replies = [asyncio.ensure_future(engine.client.health()) for engine in engines]
-    began, first, open_ = time.monotonic(), math.inf, set(replies)
-    try:
-        while open_:
-            limit = min(deadlines.answer, max(deadlines.hung, 2 * first))
-            done, open_ = await asyncio.wait(
-                open_, timeout=began + limit - time.monotonic(), return_when=asyncio.FIRST_COMPLETED
-            )
-            if not done:
-                break
-            if not all(one.exception() for one in done):
-                first = min(first, time.monotonic() - began)
-        late = [reply in open_ or isinstance(reply.exception(), DeadlineExceeded) for reply in replies]
-        return [engine for engine, is_late in zip(engines, late, strict=True) if is_late]
-    finally:
-        await cancel_and_wait([*open_])
 
 
 @dataclass
@@ -73,7 +57,7 @@ class EngineHandle:
         counters: its counters and time spans, over all of its processes.
         open: ids of the requests that the engine has now, or gets once it serves their version; the pool adds and
             removes them. given_up: those of them that the engine was asked to abort.
-        leaving: the engine leaves the run, or has left. lags: as `notice_lag` says.
+        leaving: the engine leaves the run, or has left. lags: as `notice` says.
     """
 
     spec: EngineSpec
@@ -172,10 +156,13 @@ class EngineHandle:
         self._becomes(EngineState.DOWN, None)
         self.client.break_off()
 
-    def notice_lag(self, seconds: float, say: Callable[[str], None]) -> None:
-        """Set `lags` if the engine has not loaded a version within `seconds` (plus the load interval) of its
-        publication; `say` then gets a log line. Such an engine gets no requests and does not count for
-        `EnginePool.live`, so that it does not hold up admission, until it has loaded the newest version."""
+    def notice(self, seconds: float, say: Callable[[str], None]) -> None:
+        """Condemn the engine if it told nonsense about itself. Set `lags` if it has not loaded a version within
+        `seconds` (plus the load interval) of its publication; then it gets no requests and does not count for
+        `EnginePool.live`, so that it does not hold up admission, until it has loaded the newest version. `say` gets a
+        log line for each."""
+        if (lie := self.counters.lie) is not None and self.serves and self.condemn():
+            say(f"{lie}: it is replaced")
         if self.counts and (late := self.publications.late(seconds)) is not None:
             self.lags = True
             say(f"{self.name} has not loaded version {late} in {seconds:g} s: no groups until it has caught up")
@@ -389,6 +376,8 @@ class EngineHandle:
             try:
                 served = (await self.client.health()).version
                 version = await self.proving.load(self.spec, self.client, max(wanted, served), served)
+            except EngineLied as lie:
+                raise WireError(str(lie)) from None
             except EngineLost:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue

@@ -36,11 +36,11 @@ from stretto.core.records import Completion, GenerateRequest, Partials, Segment
 from stretto.core.tasks import NamedTasks, gather_or_cancel, gather_to_the_end
 from stretto.engine.wire import ENGINE_ROLE, EngineSpec
 from stretto.loop.config import DeadlinesConfig
-from stretto.loop.engines.handle import EngineHandle, silent
+from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.proving import Proving
 from stretto.loop.engines.roster import Roster
 from stretto.loop.engines.router import Router
-from stretto.loop.engines.state import EngineState
+from stretto.loop.engines.state import EngineState, silent
 from stretto.processes.channel import users_mistake
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.rollout.adaptive import Pressure
@@ -121,8 +121,9 @@ class EnginePool:
 
     async def suspect_silent(self) -> None:
         """Ask all engines for a reply and suspect the silent ones (`silent`), which `supervise` then replaces."""
-        for engine in await silent([engine for engine in self._engines.values() if engine.takes], self._deadlines):
-            engine.suspect()
+        asked = {name: engine.client for name, engine in self._engines.items() if engine.takes}
+        for name in await silent(asked, self._deadlines) & self._engines.keys():
+            self._engines[name].suspect()
 
     def has(self, name: str) -> bool:
         """Whether the engine with this name is in the pool, started or not."""
@@ -426,11 +427,11 @@ class EnginePool:
 
     async def poll(self, patience: float | None = None) -> list[Span]:
         """Update the counters (`counted`) of every engine that is UP, and return the time spans of all engines since
-        the last call. Also marks engines that lag (`EngineHandle.notice_lag`). An engine that does not reply within
+        the last call. Also marks engines that lag (`EngineHandle.notice`). An engine that does not reply within
         `patience` seconds keeps its last counters. None: it has `deadlines.answer`, and its counters are of no earlier
         moment than this call."""
         for engine in self._engines.values():
-            engine.notice_lag(self._lag, self._say)
+            engine.notice(self._lag, self._say)
         if polls := [
             engine.counters.poll(anew=patience is None)
             for engine in self._engines.values()

@@ -4,10 +4,10 @@ spans."""
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import cast
@@ -15,9 +15,10 @@ from typing import cast
 import msgspec
 
 from stretto.core.engine import Engine, EngineHealth
-from stretto.core.errors import DeadlineExceeded, EngineLost, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, WireError
 from stretto.core.events import Span
 from stretto.core.tasks import cancel_and_wait
+from stretto.loop.config import DeadlinesConfig
 from stretto.processes.role import ReplaceableProcess
 
 _LOOK_SECONDS = 0.005
@@ -123,6 +124,7 @@ class EngineCounters:
         """Begin without counters. `name`: of the engine, for its spans. `client`: fetches counters and spans from the
         engine. `process`: says how much the engine's clock differs from the conductor's."""
         self.health: EngineHealth | None = None
+        self.lie: EngineLied | None = None  # what its process last told, and no engine tells
         self._name, self._client, self._process = name, client, process
         self._earlier: list[EngineHealth] = []  # last counters of earlier processes
         self._ended = 0  # number of processes that were retired
@@ -134,7 +136,7 @@ class EngineCounters:
         completions now count as wasted. Counters that it sends later are ignored."""
         if (last := self.health) is not None:
             self._earlier.append(msgspec.structs.replace(last, wasted=last.wasted + last.unfinished, unfinished=0))
-        self.health = None
+        self.health = self.lie = None
         self._ended += 1
 
     def poll(self, *, anew: bool = False) -> asyncio.Task[None]:
@@ -153,7 +155,7 @@ class EngineCounters:
         if before is not None:
             await before
         asked = self._ended
-        with contextlib.suppress(EngineLost, DeadlineExceeded, WireError):  # no news: a measurement ends no run
+        try:
             health = await self._client.health()
             if asked == self._ended:  # else the counters are those of a process that is gone
                 self.health = health
@@ -161,6 +163,10 @@ class EngineCounters:
             # Read after the wait: spans may have been drained during it. All are its own, whatever it calls them.
             shifted = (span.shifted(self._process.clock_offset) for span in spans)
             self._spans += [msgspec.structs.replace(span, role=self._name) for span in shifted]
+        except EngineLied as lie:
+            self.lie = lie if asked == self._ended else self.lie
+        except (EngineLost, DeadlineExceeded, WireError):
+            pass  # no news: a measurement ends no run
 
     async def close(self) -> None:
         """Cancel a poll that is still open."""
@@ -176,3 +182,23 @@ class EngineCounters:
         """Sum of a counter over all processes of the engine, as of the last poll; 0 before the first. `counter`:
         returns it from a health reply."""
         return sum(counter(health) for health in (self.health, *self._earlier) if health is not None)
+
+
+async def silent(engines: Mapping[str, Engine], deadlines: DeadlinesConfig) -> set[str]:
+    """Ask each engine, by its name, for its health; return the names of those that do not reply in time. Once one has
+    replied, the others have twice its time, at least `deadlines.hung` seconds. Until then the machine may be busy: all
+    have `deadlines.answer` seconds."""
+    replies = {asyncio.ensure_future(engine.health()): name for name, engine in engines.items()}
+    began, first, open_ = time.monotonic(), math.inf, set(replies)
+    try:
+        while open_:
+            left = began + min(deadlines.answer, max(deadlines.hung, 2 * first)) - time.monotonic()
+            done, open_ = await asyncio.wait(open_, timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                break
+            if not all(one.exception() for one in done):
+                first = min(first, time.monotonic() - began)
+        late = [one for one in replies if one in open_ or isinstance(one.exception(), DeadlineExceeded)]
+        return {replies[one] for one in late}
+    finally:
+        await cancel_and_wait([*open_])
