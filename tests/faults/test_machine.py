@@ -1,11 +1,14 @@
 """A machine that is poor or slow: a run goes on, slower, or ends with the name of what is missing.
 
 - A disk on which every fsync takes a third of a second slows a run down, and that is all.
-- A disk that fills during a checkpoint, the one with the logs, ends the run at once, with the path.
+- A disk that fills during a checkpoint, the one with the logs, ends the run at once, with the path, what is free there
+  and what to do; once there is room a resume goes on, and what was committed is there.
 - Too few file descriptors are refused before anything starts, with both numbers; if they run out in mid-run there is
   one message, no traceback, and nothing is left behind.
 """
 
+import os
+import re
 import resource
 import shutil
 import subprocess
@@ -46,7 +49,9 @@ def small_disk_works(tmp_path: Path) -> bool:
     return subprocess.run([*SMALL_DISK, str(tmp_path), "true"], check=False, capture_output=True).returncode == 0
 
 
-def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_at_once(laboratory: Laboratory, tmp_path: Path) -> None:
+def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_at_once_and_a_resume_goes_on(
+    laboratory: Laboratory, tmp_path: Path
+) -> None:
     if not small_disk_works(tmp_path):
         pytest.skip("no disk can be mounted here: not tested")
     settings = ("trainer.steps=100000", "trainer.checkpoint_every=4", "trainer.keep_versions=1")
@@ -55,11 +60,23 @@ def test_a_disk_that_fills_during_a_checkpoint_ends_the_run_at_once(laboratory: 
     with laboratory.train(tmp_path / "run", *settings, *larger, poor=poor) as command:
         disk = Path(f"/proc/{command.process.pid}/root{tmp_path}")
         wait_until(lambda: steps_done(disk / "run") >= 2, "step 2", command)
+        kept = os.open(disk / "run", os.O_PATH)  # the disk stays when its process is gone
         fill(disk / "filler", leave=1 << 20)
         ended = command.end()
         ended.failed(str(tmp_path / "run"))  # the checkpoint, or the ledger if it was the first to find no room
         assert "No space left on device" in ended.err or "disk is full" in ended.err
+        advice = (
+            rf"; of the disk of {tmp_path}/run \d\.\d MiB are free: make room there, and go on with `stretto train "
+        )
+        assert re.search(rf"{advice}--resume {tmp_path}/run`\n$", ended.err), ended.err
         command.assert_nothing_is_left()
+    moved = tmp_path / "run"
+    shutil.copytree(f"/proc/self/fd/{kept}", moved)  # to where there is room
+    os.close(kept)
+    done = steps_done(moved)
+    assert_the_law(moved)
+    laboratory.run("train", moved, "--resume", f"trainer.steps={done + 2}").well()
+    assert steps_done(moved) == done + 2
 
 
 NEEDED = 32 + 6 + 4 + 2 + 8  # of the conductor, an engine, the trainer, a reward worker and 8 groups in flight

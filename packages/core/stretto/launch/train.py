@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -45,6 +48,7 @@ from stretto.store.run_folder import RunFolder, library_versions, machine
 from stretto.store.series.metrics import EvaluationLine, StepMetrics, iterate_metrics
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import learning_rate
+from stretto.weights.folder import SHARED
 
 #: Settings that may change when a run is resumed.
 _MAY_CHANGE = (
@@ -67,6 +71,7 @@ _JOIN = "join.json"  # file of a run that other machines could join; another con
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
 _FOLDERS = ("rewards.path", "workflow.path")  # of modules
 _RECORDED = ("id", "token_ids", "text", "answer")  # fields of a prompt in the digest of the questions
+_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "disk is full")  # the last one: SQLite's
 _CONTAINERS = 1_000_000  # allocations between two garbage collections
 
 
@@ -227,16 +232,31 @@ class Prepared:
                 code = int(end.code or 0)  # the run can be resumed from the last checkpoint
             except Exception as error:  # an error of stretto, or a bug: both end the run and are recorded
                 told = described(error) if isinstance(error, OSError) else str(error)
+                advice = _room_needed(told, self.path)
+                told += advice
                 logbook.ends()
                 logbook.note(f"failed: {told}")
                 with suppress(StoreError, OSError):  # the ledger may have ended the run: report that error
                     put_fact(self.folder.ledger, ENDING, Ending.of_error(error, told))
+                if advice:
+                    raise StoreError(told) from error
                 raise
             logbook.ends()
             logbook.note(f"ends with exit code {code}")
             with closing(Ledger(self.folder.ledger, self.plan.recipe.store)) as ledger:
                 record_end(ledger, code)
             return code
+
+
+def _room_needed(told: str, run_dir: Path) -> str:
+    """Words to append to the error `told` if a full disk has ended the run: how much is free on the fullest disk that
+    it writes to, and what to do; "" for another error."""
+    if not any(words in told for words in _FULL):
+        return ""
+    disks = [place for place in (run_dir, SHARED, Path(tempfile.gettempdir())) if place.exists()]
+    free, place = min((shutil.disk_usage(place).free, place) for place in disks)
+    remedy = f"make room there, and go on with `stretto train --resume {run_dir}`"
+    return f"; of the disk of {place} {free / (1 << 20):.1f} MiB are free: {remedy}"
 
 
 def conductor_loop(plan: Plan) -> Callable[[], asyncio.AbstractEventLoop]:

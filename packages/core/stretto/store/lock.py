@@ -59,7 +59,8 @@ def acquire(folder: Path, name: str = NAME) -> int:
 
 def unwritable(folder: Path, error: OSError) -> RunFolderError:
     """The error for a folder in which a file could not be opened or written."""
-    remedy = "start with a higher ulimit -n" if error.errno == errno.EMFILE else "give a folder of your own"
+    known = {errno.EMFILE: "start with a higher ulimit -n", errno.ENOSPC: "make room on its disk"}
+    remedy = known.get(error.errno or 0, "give a folder of your own")
     return RunFolderError([Problem(str(folder), f"cannot be written: {error.strerror}", remedy)])
 
 
