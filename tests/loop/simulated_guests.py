@@ -73,6 +73,10 @@ class SimulatedProcess:
         self._end, self.killed = asyncio.get_running_loop().create_future(), False
         self.client.begins(self.newest())
 
+    @property
+    def pids(self) -> tuple[int, ...]:
+        return ()
+
     def loaded(self) -> int:
         return 0
 
