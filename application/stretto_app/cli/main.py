@@ -103,7 +103,7 @@ def train(
         typer.Option("--verbose", help="All measurements below each line of progress; a terminal shows them anyway."),
     ] = False,
 ) -> None:
-    """Train a policy by asynchronous reinforcement learning."""
+    """Train a policy by asynchronous reinforcement learning, then print its summary and its alarms' findings."""
     with importing():
         from stretto.launch.preflight.descriptors import check_descriptors
 
@@ -365,7 +365,7 @@ def inspect(
         ),
     ] = None,
 ) -> None:
-    """Print the summary of a run: accuracy, tokens, trajectories, staleness, and the busy share of its roles."""
+    """Print the summary of a run (accuracy, tokens, staleness, busy share of its roles) and its alarms' findings."""
     refuse_run(run)
     from stretto_report.audit.alarms import findings_of_run
     from stretto_report.audit.check import print_balance
@@ -400,7 +400,8 @@ def replay(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the branch [default: RUN_DIR/branches/NNN].")] = None,
 ) -> None:
-    """Train again on the recorded batches, without generation: bit-equal weights, unless a setting is changed."""
+    """Train again on the recorded batches, without generation: bit-equal weights (else exit code 1), unless a setting
+    is changed."""
     refuse_run(run)
     with forking() as spawner:
         with importing():
@@ -416,7 +417,7 @@ def diff(
     first: Annotated[Path, typer.Argument(metavar="RUN_A", help="A run folder, or a branch of `stretto replay`.")],
     second: Annotated[Path, typer.Argument(metavar="RUN_B", help="Another run folder or branch.")],
 ) -> None:
-    """Print the first step at which two runs differ, and the fields that do."""
+    """Print the first step at which two runs differ, and the fields that do; exits with 1 if there are any."""
     from stretto_report.audit.diff import diff_runs
 
     parting = diff_runs(first, second)

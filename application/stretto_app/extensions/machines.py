@@ -145,7 +145,8 @@ class Cluster(Machines):
         await self._tasks.watch()
 
     def drain_spans(self) -> list[Span]:
-        """Return the spans of the mirrors on other machines since the last call."""
+        """Return the spans of the mirrors on other machines since the last call. Spans show that the weights server
+        works, and reset its count of deaths in a row."""
         spans = []
         for machine in self.gate.machines.values():
             spans += machine.spans
@@ -328,7 +329,7 @@ class Cluster(Machines):
 
     async def _look_after(self, machine: JoinedMachine, names: list[str]) -> None:
         """Drain a machine's engines (`names`) when it asks to leave, and dismiss it when it has none left. Returns when
-        the machine is gone."""
+        the machine is gone and its engines have left the pool."""
         while not (machine.leaving.done() or machine.lost.done()):
             await asyncio.wait([machine.leaving, machine.lost], timeout=_LOOK_SECONDS, return_when=_FIRST)
             if not any(self.engines.has(name) for name in names):

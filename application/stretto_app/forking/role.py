@@ -64,7 +64,8 @@ class Server:
         self._events = selectors.DefaultSelector()
 
     def serve(self) -> int:
-        """Serve until the command has ended; returns the exit code. In a forked child this call does not return.
+        """Fork a child for each order, report its end, and kill it if the command closes its wire. Returns 0 when the
+        command has ended. In a forked child this call does not return.
 
         The wait has no deadline: when the command ends, the wire closes.
         """

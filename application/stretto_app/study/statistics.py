@@ -82,8 +82,8 @@ def student_t(freedom: int) -> float:
 
 
 def by_step(curves: Sequence[Curve]) -> tuple[CurvePoint, ...]:
-    """Mean curve over the steps at which every run was evaluated; empty without such steps or without `curves` (one for
-    each run)."""
+    """Mean curve, with intervals, over the steps at which every run was evaluated; empty without such steps or without
+    `curves` (one for each run)."""
     at = [{one.step: one.accuracy for one in curve} for curve in curves]
     shared = sorted(set.intersection(*map(set, at))) if at else []
     return tuple(CurvePoint(step, interval([accuracies[step] for accuracies in at])) for step in shared)

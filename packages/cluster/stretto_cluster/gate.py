@@ -155,7 +155,7 @@ class Gate:
             wire.cut()
 
     def _turned_away(self, refused: HandshakeRefused) -> None:
-        """Log a refusal, at a limited rate."""
+        """Log a refusal, and the number of earlier ones that were not logged, at a limited rate."""
         self._unsaid += 1
         if (now := time.monotonic()) >= self._quiet_until:
             more = f", and {several(self._unsaid - 1, 'caller')} before it" if self._unsaid > 1 else ""

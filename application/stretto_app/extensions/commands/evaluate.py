@@ -52,8 +52,8 @@ class DataChoice:
     mapping: str | None = None  # None: rows are used as they are
 
     def tree(self, overrides: Overrides = ()) -> dict[str, Any]:
-        """Return the sections of a recipe for evaluating on these datasets. Overrides of ``source.KEY`` apply to each
-        dataset.
+        """Return the sections of a recipe for evaluating on these datasets. The reward is the mapping's or Reasoning
+        Gym's, unless an override names one. Overrides of ``source.KEY`` apply to each dataset.
 
         Raises:
             RecipeError: the mapping is unknown, or an override is malformed.

@@ -322,7 +322,7 @@ def _copy_ledger(folder: RunFolder, target: Path) -> int:
 
 def _complete_ledger(folder: RunFolder, target: Path, repeated: Sequence[_Repeated]) -> None:
     """Put the repeated updates into the copy `target` of the run's ledger, and remove the facts that hold for the run
-    only. Raises StoreError if SQLite cannot."""
+    only; totals are counted anew. Raises StoreError if SQLite cannot."""
     try:
         with closing(sqlite3.connect(target)) as copy:
             for one in repeated:
