@@ -71,7 +71,8 @@ def draw_adapters(model: nn.Module) -> None:
 
 
 def own_slices(parameter: Tensor) -> tuple[slice, ...]:
-    """Slices, one per axis, of the full parameter that select this process's shard of it (`own`)."""
+    """Slices, one per axis, of the full parameter that select this process's shard of it (`own`); all of an undivided
+    one."""
     if not isinstance(parameter, DTensor):
         return (slice(None),) * parameter.ndim
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

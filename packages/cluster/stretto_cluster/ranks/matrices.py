@@ -45,8 +45,8 @@ _TENSOR, _CONTEXT = "trainer.tensor_parallel", "trainer.context_parallel"
 
 
 def divide_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Divide the layers of `model` in place over the ranks of `mesh`, by the plan of its config. Each rank must hold
-    the full model, or the model on the meta device."""
+    """Divide the layers of `model`, and their adapters, in place over the ranks of `mesh`, by the plan of its config.
+    Each rank must hold the full model, or the model on the meta device."""
     adapted = {id(layer): layer for layer in adapted_layers(model).values()}
     alike = defaultdict[str, list[nn.Module]](list)
     for name, style in list(_planned(model)):

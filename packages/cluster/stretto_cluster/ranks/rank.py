@@ -165,8 +165,8 @@ def follow(spec: RankSpec, orders: RankOrders) -> None:
 
 
 def _as_here(trainer: TrainerSpec, spec: RankSpec) -> TrainerSpec:
-    """Rank 0's spec with the folders of this machine. A machine other than rank 0's does not have the run's choice of
-    kernels, and its GPU is not shared with other roles."""
+    """Rank 0's spec, unchanged on its own machine. On another one: with the folders of that machine, without the run's
+    choice of kernels, and with a GPU that no other role shares."""
     if spec.model is None:
         return trainer
     algorithm = AlgorithmConfig.model_validate_json(trainer.algorithm)

@@ -149,8 +149,8 @@ class RankGroup(OtherRanks):
             writer.close()
 
     def _unwanted(self, introduction: bytes) -> str:
-        """Text of the reason why a rank with the right key is refused; "" if it is admitted. `introduction`: an encoded
-        `RankIntroduction`."""
+        """Text of the reason why a rank with the right key is refused (release, number, or the order of its
+        connections); "" if it is admitted. `introduction`: an encoded `RankIntroduction`."""
         who = _INTRODUCTION.decode(introduction)
         if who.version != __version__:
             return f"{_name(who.rank)} is of stretto {who.version}, and rank 0 of stretto {__version__}"
