@@ -205,8 +205,8 @@ class Transfer:
                 yield count
 
     def _take(self, splice: Splice, connection: socket.socket, most: int) -> int:
-        """Take at most `most` bytes from the connection; returns their number. TimeoutError if none comes for
-        `patience` seconds."""
+        """Take at most `most` bytes from the connection; returns their number, 0 at its end. TimeoutError if none comes
+        for `patience` seconds."""
         while True:
             try:
                 return splice.take(connection.fileno(), most)

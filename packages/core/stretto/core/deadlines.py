@@ -155,8 +155,8 @@ class Watchdog:
         self._stall = StallTimer(_LONGEST_POLL)
 
     def check(self) -> None:
-        """Compare progress with that of the last call. Call it every second. Raises NothingMoves after as many seconds
-        without progress as the watchdog allows."""
+        """Compare progress with that of the last call; an open wait whose `works` is true counts as progress. Call it
+        every second. Raises NothingMoves after as many seconds without progress as the watchdog allows."""
         before, self._before = self._before, self._progress()
         waits = open_waits()
         moved = self._before != before or any(wait.works() for wait in waits)

@@ -116,7 +116,7 @@ def busy_seconds() -> float:
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping (the kernel's MemAvailable)."""
+    """Bytes that can be allocated without swapping (the kernel's MemAvailable; without it, free pages)."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("MemAvailable:"):
@@ -372,8 +372,8 @@ def _alike(there: Sequence[Gpu], count: int) -> list[Gpu]:
 
 
 def _shares(needs: Sequence[Need], taken: Mapping[int, Sequence[Gpu]]) -> list[float]:
-    """For each need, the part of its GPUs' memory that its tensors may take; 1 if it shares no GPU. Room for the CUDA
-    contexts is set aside on GPUs that roles share. `taken`: GPUs by index of the need."""
+    """For each need, the part of each of its GPUs' memory that its tensors may take (the least of them); 1 if it shares
+    no GPU. Room for the CUDA contexts is set aside on GPUs that roles share. `taken`: GPUs by index of the need."""
     on = defaultdict[str, list[int]](list)
     for at, own in taken.items():
         for gpu in own:

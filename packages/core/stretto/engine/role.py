@@ -45,8 +45,8 @@ def _serve(spec: EngineSpec) -> None:
 
 
 def _loaded(spec: EngineSpec) -> tuple[NativeEngine, SharedMemorySubscriber]:
-    """Load the model, and the newest published version if there is one; wait for the first if the spec says so. Returns
-    the engine, and the reader of published versions."""
+    """Load the model, tune its kernels, and load the newest published version if there is one; wait for the first if
+    the spec says so. Returns the engine, and the reader of published versions."""
     config = EngineConfig.model_validate_json(spec.config)
     model = load_policy(Path(spec.model), attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
     record = Path(spec.kernels) if spec.kernels else None

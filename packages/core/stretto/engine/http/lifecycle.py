@@ -83,7 +83,8 @@ class GracefulServer(HttpServer):
 
     async def on_tick(self, counter: int) -> bool:
         """Called by uvicorn ten times a second. Returns True to end the server: once it was told to end (by a signal,
-        or because the engine's loop has ended), and open requests have ended, or `patience` is over."""
+        or because the engine's loop has ended), and open requests have ended, or `patience` is over, when the rest is
+        broken off."""
         if not await super().on_tick(counter):
             return False
         self._work.stopping = True

@@ -208,7 +208,8 @@ class NativeApp(EngineApp):
         ]
 
     async def stream_tokens(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Open a feed and send what it gets, until the client disconnects. Then its requests are aborted."""
+        """Open the feed that the body names (a name in use is refused), and send what it gets until the client
+        disconnects. Then its requests are aborted."""
         try:
             name = _TOKENS.decode(await read_body(scope, receive, self._largest) or b"")
             if name in self._feeds:
@@ -232,7 +233,8 @@ class NativeApp(EngineApp):
             self._generation.end(feed)
 
     async def submit(self, body: bytes) -> bool:
-        """Submit the requests of a `SubmitRequest` to its feed; returns True."""
+        """Submit the requests of a `SubmitRequest` to its feed; returns True. Raises RefusedRequest if that feed is not
+        open."""
         order = _SUBMIT.decode(body)
         await self._generation.prepare(order.requests)
         if (feed := self._feeds.get(order.feed)) is None:
@@ -295,7 +297,7 @@ def _too_large(largest: int) -> Refusal:
 
 
 def _refusal(error: Exception) -> tuple[int, Refusal]:
-    """HTTP status and body from which the client raises the same error."""
+    """HTTP status (400, 503 or 409) and body from which the client raises the same error."""
     if isinstance(error, RefusedRequest):
         return 400, Refusal.of(error)
     if isinstance(error, EngineLost):

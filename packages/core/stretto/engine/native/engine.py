@@ -65,9 +65,10 @@ class NativeEngine:
         detokenizer: Callable[[], Detokenizer] | None = None,
         grammars: Callable[[int], Grammars] | None = None,
     ) -> None:
-        """Make an engine of a loaded model. `detokenizer` makes the detokenizer when the first request with stop texts
-        comes. `grammars` makes the compiler of grammars from the vocabulary size. Without them, requests with stop
-        texts or a grammar are refused. `name`: role in spans and errors."""
+        """Make an engine of a loaded model, which is changed in place: no gradients, oneDNN layers where they serve.
+        `detokenizer` makes the detokenizer when the first request with stop texts comes. `grammars` makes the compiler
+        of grammars from the vocabulary size. Without them, requests with stop texts or a grammar are refused. `name`:
+        role in spans and errors."""
         use_onednn(model)
         self._cache_bytes, self._has_sampled = config.cache_bytes, False  # whether the last step sampled
         self._policy = DecodePolicy(model.requires_grad_(False).eval(), config.cache_bytes)

@@ -136,7 +136,8 @@ class Scheduler:
         return self._preempted()
 
     def _preempted(self) -> list[int]:
-        """Preempt the newest running rows until the slots fit the budget; returns these rows."""
+        """Preempt the newest running rows until the slots fit the budget; returns these rows, which are pending again,
+        ahead of the others."""
         preempted: list[int] = []
         while self._held > self._cache_tokens:
             newest = max(self._running, key=self._ages.__getitem__)

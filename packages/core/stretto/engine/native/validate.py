@@ -42,8 +42,8 @@ def check_text(text: Sequence[int], field: str, vocab_size: int, context_length:
 
 
 def check_grammar(request: GenerateRequest, grammars: Grammars | None) -> None:
-    """Refuse the grammar of a request that has one if it cannot be compiled or followed, and prefixes that do not
-    follow it. `grammars`: compiles it; None: every grammar is refused. Raises RefusedRequest, which names the first
+    """Refuse the grammar of a request (which must have one) if it cannot be compiled or followed, and prefixes that do
+    not follow it. `grammars`: compiles it; None: every grammar is refused. Raises RefusedRequest, which names the first
     wrong field."""
     sampling = request.sampling
     if grammars is None:

@@ -130,7 +130,8 @@ def policies_to_go(plan: Plan, folder: RunFolder, version: int) -> Iterator[str]
 
 async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Reporter, spawner: Spawner) -> int:
     """Train from `start` to the recipe's last step; returns the exit code: 0, or 128 + the signal that stopped the run.
-    Evaluations may end the run before its last step, with 0. `spawner`: starts the processes of the roles.
+    A run without its first policy gets it first: that of the warm start, or the base model. Evaluations may end the run
+    before its last step, with 0. `spawner`: starts the processes of the roles.
 
     Raises:
         StrettoError: the run cannot continue. It can be resumed from its last checkpoint.
