@@ -113,7 +113,7 @@ def seats_of(plan: Outline, there: Sequence[Gpu], *, ranks: bool = True) -> tupl
 
 def seated(recipe: Recipe, needs: Sequence[Need], there: Sequence[Gpu], *, ranks: bool) -> tuple[Seat, ...]:
     """Assign `needs` to the GPUs `there`; empty if there are none of these or of those. `ranks`: ranks are among the
-    needs. Raises RecipeError as `seats_of`."""
+    needs. Raises RecipeError for too few GPUs, ranks on unequal GPUs, or a GPU with far too little memory."""
     if not there or not needs:
         return ()
     if problems := list(_too_many(recipe, there, ranks)):
