@@ -24,6 +24,8 @@ from stretto.rewards.service.judging import load_reward
 from stretto.store.run_folder import RunFolder
 from stretto_app.extensions.preflight.notes import schedule_notes
 from stretto_workflows.data.jsonl import read_rows, require
+from tests.launch.running import TINY as TINY_RECIPE
+from tests.launch.running import Laboratory
 from tests.launch.test_recipe import SMALL, message, write
 from tests.tiny_policy import TINY
 
@@ -203,3 +205,23 @@ def test_one_wrong_column_is_one_line_however_many_rows_have_it(tmp_path: Path, 
     assert len(told) == lines
     more = f"; and {rows - 1} more rows" if rows > 3 else ""
     assert told[0] == f"{path}:1: no field 'prompt'; the row has: answer, question{more}"
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "told"),
+    [
+        ("{}/$HOME/x", "$HOME/x'; only a shell replaces $HOME: write /"),
+        ("~/x", "--run-dir: '~/x'; only a shell replaces ~: write /"),
+        ("{}/there", "there: is not empty and holds no run (notes.txt, ...); give an empty or new folder"),
+        ("{}/there/notes.txt/run", "there/notes.txt/run: cannot be created: Not a directory; give another folder"),
+    ],
+)
+def test_a_dry_run_refuses_a_run_folder_as_a_start_does_and_makes_nothing(
+    laboratory: Laboratory, tmp_path: Path, run_dir: str, told: str
+) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").touch()
+    words = ("train", TINY_RECIPE, "--run-dir", run_dir.format(tmp_path))
+    laboratory.run(*words, "--dry-run").refused(told)
+    assert len([*tmp_path.rglob("*")]) == 2
+    laboratory.run(*words).refused(told)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stretto.core.errors import RecipeError
-from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, parse_recipe, to_toml, validate
+from stretto.launch.recipe.recipe import _PATHS, Recipe, differences, load_recipe, parse_recipe, to_toml, validate
 from stretto.trainer.objective.corrections import CORRECTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -329,3 +329,13 @@ def test_a_mistake_of_several_keys_names_the_override_of_one_of_them(tmp_path: P
     assert told.startswith(f"{path} with override trainer.minibatches: trainer.minibatches = 1000 is more than")
     told = message(path, ["rollout.max_staleness=auto", "rollout.staleness_min=9"])
     assert told.startswith(f"{path}: rollout with override rollout.staleness_min: staleness_min = 9 is more than")
+
+
+@pytest.mark.parametrize("key", [*_PATHS, "data"])
+def test_a_variable_that_no_shell_has_replaced_is_no_part_of_a_path(tmp_path: Path, key: str) -> None:
+    sources = '[task]\nkind = "dataset"\nsources = [{ data = "$HOME/x" }]\n'
+    path = write(tmp_path, sources if key == "data" else "seed = 1\n")
+    told = message(path, [] if key == "data" else [f"{key}=$HOME/x"])
+    assert f"{key}: '$HOME/x'; only a shell replaces $HOME: write {os.environ['HOME']}/x" in told
+    (tmp_path / "$HOME").mkdir()
+    assert "only a shell" not in message(write(tmp_path, 'path = "$HOME"\n'))  # there is one of that name

@@ -87,6 +87,34 @@ def test_its_checkpoints_may_be_in_another_place_from_the_start(tmp_path: Path) 
         assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000005"]
 
 
+@pytest.mark.parametrize("what", ["new", "empty", "file", "below a file", "a run", "another's", "in use", "too long"])
+def test_what_is_checked_before_a_run_is_what_its_start_refuses_and_nothing_is_made(tmp_path: Path, what: str) -> None:
+    place = {"below a file": tmp_path / "run" / "below", "too long": tmp_path / ("a" * 300)}.get(what, tmp_path / "run")
+    begun = None
+    if what in ("file", "below a file"):
+        (tmp_path / "run").touch()
+    elif what in ("empty", "another's"):
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "notes.txt").touch() if what == "another's" else None
+    elif what in ("a run", "in use"):
+        begun = RunFolder.create(place)
+        begun.ledger.touch() if what == "a run" else None
+        begun.release() if what == "a run" else None
+    before = sorted(tmp_path.rglob("*"))
+    told = [refused_by(check, place) for check in (RunFolder.check_new, RunFolder.check_new)]
+    assert sorted(tmp_path.rglob("*")) == before
+    assert told == [refused_by(RunFolder.create, place)] * 2
+    assert (told[0] == "") == (what in ("new", "empty"))
+
+
+def refused_by(act: Callable[[Path], object], place: Path) -> str:
+    try:
+        act(place)
+    except RunFolderError as error:
+        return str(error)
+    return ""
+
+
 def test_a_second_writer_is_told_who_the_first_is(tmp_path: Path) -> None:
     (tmp_path / lock.NAME).write_text("process 1 on a machine with a longer name\n" * 3)
     with RunFolder.create(tmp_path), pytest.raises(RunFolderError) as refused:

@@ -12,7 +12,8 @@ from stretto.launch.preflight.checks import ASSUMED
 from stretto.launch.preflight.devices import placed, seats_of, usable_gpus
 from stretto.launch.preflight.plan import Outline, make_plan
 from stretto.launch.recipe.recipe import Recipe, load_recipe
-from stretto.launch.train import fitting, prepare
+from stretto.launch.train import fitting, place_of_run, prepare
+from stretto.store.run_folder import RunFolder
 from stretto_app.extensions.preflight.estimates import estimate_disk, estimate_memory, step_and_run, warnings
 from stretto_app.extensions.preflight.paper import is_on_paper, outline
 
@@ -23,7 +24,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
 
     Args:
         resume: check that a run can be resumed; its folder is then `run_dir`, or `recipe_path` if that is None.
-        run_dir: where the run folder will be, for the estimate of disk space; None: the folder ``runs``.
+        run_dir: where the run folder will be, which is checked but not made; None: a folder in ``runs``.
 
     Raises:
         UserError: the recipe or the run has mistakes; lists them all.
@@ -38,6 +39,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
     else:
         wanted, folder = load_recipe(recipe_path, overrides), run_dir or Path.cwd() / "runs"
         plan = _seated(outline(wanted)) if is_on_paper(wanted) else fitting(make_plan(wanted, dry=True), dry=True)
+        RunFolder.check_new(place_of_run(recipe_path, run_dir))
     recipe = plan.recipe
     print(f"recipe      {recipe_path}")
     for label, sentence in zip(("a step", "the run"), step_and_run(plan), strict=True):

@@ -42,6 +42,7 @@ from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.ending import ENDING, Ending, read_ending, record_end
+from stretto.store.files import unreplaced
 from stretto.store.ledger.ledger import Ledger, put_fact
 from stretto.store.ledger.schema import page_for
 from stretto.store.run_folder import RunFolder, library_versions, machine
@@ -123,7 +124,7 @@ def prepare(
         remedy = "name the run to resume: stretto train --resume RUN_DIR"
         raise RunFolderError([Problem("--resume", "without --run-dir", remedy)])
     recipe = load_recipe(recipe_path, overrides)
-    path = run_dir or Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    path = place_of_run(recipe_path, run_dir)
     has_policy = resume and os.path.exists(RunFolder(path).policy(0))
     plan = fitting(make_plan(recipe, has_policy=has_policy, dry=not write), dry=not write)
     if not resume:
@@ -145,6 +146,16 @@ def prepare(
         folder.release()
         raise
     return prepared
+
+
+def place_of_run(recipe_path: Path, run_dir: Path | None) -> Path:
+    """Return the folder of a run of this recipe. Raises RunFolderError for a `run_dir` with a variable or a ``~`` that
+    no shell has replaced."""
+    if run_dir is None:
+        return Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if remedy := unreplaced(str(run_dir), run_dir):
+        raise RunFolderError([Problem("--run-dir", f"{str(run_dir)!r:.80}", remedy)])
+    return run_dir
 
 
 def _assert_alone(path: Path, recipe: Recipe) -> None:

@@ -32,6 +32,16 @@ _UNFINISHED = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(part|partial)")
 _ASIDE = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(old|replaced)")
 
 
+def unreplaced(text: str, path: Path) -> str:
+    """Return what to do about a path in which only a shell would have replaced a variable, or the ``~`` that it begins
+    with; "" for any other, and if there is a file of that name. `text`: as it was given; `path`: where that leads."""
+    first = Path(text).parts[0] if text.startswith("~") else next((one for one in Path(text).parts if "$" in one), "")
+    if not first or os.path.lexists(path):
+        return ""
+    meant = os.path.expanduser(os.path.expandvars(text))
+    return f"only a shell replaces {first}: write {meant if meant != text else 'the path itself'}"
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[BinaryIO]:
     """Context manager: a temporary file, open for writing. At the end of the block it is synced to disk and renamed to

@@ -40,10 +40,9 @@ def acquire(folder: Path, name: str = NAME) -> int:
     try:
         _take(lock)
     except BlockingIOError as error:
-        owner = os.read(lock, 200).decode(errors="replace").strip() or "another process"
+        owner = os.read(lock, 200)
         os.close(lock)
-        found = f"is in use by {owner}"
-        raise RunFolderError([Problem(str(folder), found, "wait for it, or choose another folder")]) from error
+        raise _in_use(folder, owner) from error
     except OSError as error:
         os.close(lock)
         found, remedy = f"cannot be locked: {error.strerror}", "give a folder on a file system that has locks"
@@ -55,6 +54,17 @@ def acquire(folder: Path, name: str = NAME) -> int:
         os.close(lock)
         raise unwritable(folder, error) from error
     return lock
+
+
+def _in_use(folder: Path, owner: bytes) -> RunFolderError:
+    found = f"is in use by {owner.decode(errors='replace').strip() or 'another process'}"
+    return RunFolderError([Problem(str(folder), found, "wait for it, or choose another folder")])
+
+
+def check_free(folder: Path) -> None:
+    """Raise RunFolderError if a process holds the lock of the folder now; nothing is written."""
+    if is_held(folder):
+        raise _in_use(folder, (folder / NAME).read_bytes()[:200])
 
 
 def unwritable(folder: Path, error: OSError) -> RunFolderError:

@@ -26,6 +26,7 @@ import errno
 import os
 import platform
 import re
+import stat
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -116,6 +117,30 @@ class RunFolder:
             for inner in _INNER:
                 (folder / inner).mkdir(exist_ok=True)
         return run
+
+    @staticmethod
+    def check_new(path: str | Path) -> None:
+        """Check that `create` could make this folder, without making anything. Raises as `create`."""
+        folder = place = Path(path)
+        found: os.stat_result | None = None
+        while found is None:
+            try:
+                found = place.stat()
+            except FileNotFoundError:
+                place = place.parent
+            except OSError as error:
+                raise _refused(folder, f"cannot be created: {error.strerror}", "give another folder") from error
+        fault = 0 if stat.S_ISDIR(found.st_mode) else errno.EEXIST if place == folder else errno.ENOTDIR
+        denied = not os.access(place, os.W_OK | os.X_OK)
+        if fault or (denied and place != folder):
+            why = f"cannot be created: {os.strerror(fault or errno.EACCES)}"
+            raise _refused(folder, why, "give another folder")
+        if denied:
+            raise lock.unwritable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        if place == folder:
+            lock.check_free(folder)
+            if (problem := _why_not_new(folder)) is not None:
+                raise RunFolderError([problem])
 
     @classmethod
     @contextlib.contextmanager

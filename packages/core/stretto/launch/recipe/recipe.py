@@ -40,6 +40,7 @@ from stretto.rollout.config import FILTERS, PACINGS, RolloutConfig, contradictio
 from stretto.rollout.tasks import DatasetTask, JsonlTask, ProgramsTask, is_local
 from stretto.rollout.workflow import WorkflowConfig
 from stretto.store.config import StoreConfig
+from stretto.store.files import unreplaced
 from stretto.trainer.config import SupervisedConfig, TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.objective.corrections import CORRECTIONS
@@ -358,7 +359,7 @@ def _resolve_paths(tree: dict[str, Any], folder: Path, where: str) -> None:
                 part[key] = str(_absolute(part[key], folder, f"{where}{place}"))
     for source in _sources(tree):
         with mistakes:
-            if isinstance(data := source.get("data"), str) and is_local(data, folder):
+            if isinstance(data := source.get("data"), str) and ("$" in data or is_local(data, folder)):
                 source["data"] = str(_absolute(data, folder, f"{where}data"))
     mistakes.done()
 
@@ -377,7 +378,7 @@ def _sources(tree: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _absolute(text: str, folder: Path, place: str) -> Path:
     """Return the absolute path of `text`, which is relative to `folder`. Raises RecipeError with the recipe key `place`
-    if no such path can exist."""
+    if no such path can exist, or it has a variable that no shell has replaced."""
     try:
         path = (folder / Path(text).expanduser()).resolve()
         path.exists()
@@ -385,6 +386,8 @@ def _absolute(text: str, folder: Path, place: str) -> Path:
         raise RecipeError(
             [Problem(place, f"{text!r}"[:80], f"is no path: {getattr(error, 'strerror', error)}")]
         ) from None
+    if "$" in text and (remedy := unreplaced(text, path)):
+        raise RecipeError([Problem(place, f"{text!r}"[:80], remedy)])
     return path
 
 
