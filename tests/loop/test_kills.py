@@ -220,7 +220,7 @@ def test_a_run_killed_at_any_record_comes_to_what_it_would_have_come_to(
 
     def come_to(path: Path) -> dict[str, Any]:
         found = outcome(path)
-        return found | {"evaluations": found["evaluations"][:decided], "why": found["why"].partition(" in a row ")[2]}
+        return found | {"evaluations": found["evaluations"][:decided], "why": found["why"].partition(" better ")[2]}
 
     whole = begun("whole")
     assert Life(whole, accuracy, settings).run() == 0
