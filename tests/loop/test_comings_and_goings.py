@@ -57,31 +57,40 @@ class Story:
 
     def __init__(self, seed: int, kills: bool) -> None:
         self.chance, self.kills = random.Random(seed), kills
-        self.pool = EnginePool([], Path("/dev/null"), DEADLINES, lag=LAG)
+        self.said: list[str] = []
+        self.pool = EnginePool([], Path("/dev/null"), DEADLINES, lag=LAG, say=self.said.append)
+        self.pool.bound, self.pool.on_load = lambda: 3, self.load
         self.journal = Journal()
         self.in_flight = InFlight(self.pool, self.journal)
         self.pool.keep = lambda: self.in_flight.keep(5.0)
         self.machines: dict[str, Machine] = {}
         self.published: list[tuple[float, int]] = []  # when, which
+        self.live = -1  # as a controller has it
         self.admitted: dict[str, int] = {}
+        self.began: list[str] = []  # engine of each request
         self.done: set[str] = set()
         self.failed: set[str] = set()
         self.out: set[str] = set()  # engines that leave, or have left
         self.generated = 0.0
         self.numbers = itertools.count()
 
-    def join(self) -> None:
+    def join(self, fresh: bool = False) -> None:
+        """An engine joins, with some version; if `fresh`, not with the newest one."""
         name = f"engine-{next(self.numbers)}"
         machine = self.machines[name] = Machine(self.chance)
-        process = SimulatedProcess(machine, lambda: self.chance.randint(0, self.pool.published))
+        process = SimulatedProcess(machine, lambda: self.chance.randint(0, max(0, self.pool.published - fresh)))
         client = process.client = SimulatedClient(name, machine, self.begins)
         spec = EngineSpec(name, "", "", "", "", "", 1, 0.0)
         budget = RestartBudget(DEADLINES.engine_restarts, 1.0)
         self.pool.join(EngineHandle(spec, process, client, DEADLINES, budget, self.pool.changed, self.pool.proving))
 
+    def load(self, version: int) -> None:
+        self.live = max(self.live, version)
+
     def begins(self, name: str, request: GenerateRequest, version: int) -> None:
         assert name not in self.out, f"{request.id} went to {name}, which leaves"
         assert version >= self.admitted[request.id], f"{request.id} went to {name}, which is too old"
+        self.began.append(name)
 
     def present(self) -> list[str]:
         return [name for name in self.pool.names if name not in self.out]
@@ -141,7 +150,7 @@ class Story:
             seeds=seeds or tuple(self.chance.randrange(1000) for _ in range(3)),
             sampling=Sampling(max_tokens=16),
         )
-        self.admitted[request.id] = self.pool.live
+        self.admitted[request.id] = self.live
         try:
             came = [completion async for completion in self.in_flight.generate(request)]
         except EngineLost:
@@ -262,6 +271,37 @@ async def test_an_engine_comes_back_though_all_load_more_slowly_than_the_trainer
             served |= {lost.version} if second > 40 and lost.takes else set()
         loading.cancel()
     assert len(served) > 4
+
+
+@pytest.mark.parametrize(("bound", "helps"), [(2, False), (3, True)])
+@in_story()
+async def test_a_guest_that_loads_for_a_step_and_a_half_gets_the_groups_that_can_wait_for_it(
+    story: Story, bound: int, helps: bool
+) -> None:
+    """Beside an engine that loads at once; at version 21 its loads break down."""
+    story.pool.bound = lambda: bound
+    async with begun(story):
+        loading = asyncio.create_task(story.pool.keep_loaded())
+        story.pool.publish(1)
+        story.join(fresh=True)
+        groups: dict[int, asyncio.Task[None]] = {}
+        for step in range(2, 30):
+            story.machines["engine-1"].pull_seconds = 15.0 if step < 21 else 1000.0
+            story.pool.publish(step)
+            late = [number for number, group in groups.items() if number // 4 + bound < step and not group.done()]
+            assert late == [], "a group is not there when it is due"
+            await asyncio.sleep(1.0)
+            assert story.pool.live == step, "the guest holds up admission"
+            groups |= {n: asyncio.create_task(story.group(n, seeds=(5, 7, 8))) for n in range(4 * step, 4 * step + 4)}
+            for _ in range(9):
+                await asyncio.sleep(1.0)
+                await story.pool.poll(1.0)
+        await asyncio.gather(*groups.values())
+        loading.cancel()
+    told = "has not loaded version 21 in 20 s" if helps else "loads a version in 15 s, and 1 newer one came meanwhile"
+    advice = "" if helps else " (with rollout.max_staleness = 3 it would help)"
+    assert (story.began.count("engine-1") > 6) is helps
+    assert f"engine-1 {told}{advice}: no groups until it has caught up" in story.said
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 8))])

@@ -78,7 +78,7 @@ class Conductor:
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._announcing: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the newest version
         self._announcing.set_result(None)
-        self.engines.on_load = self._live_changed
+        self.engines.on_load, self.engines.bound = self._live_changed, lambda: self.controller.max_staleness
 
     @property
     def stopping(self) -> bool:

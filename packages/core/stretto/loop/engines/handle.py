@@ -133,7 +133,12 @@ class EngineHandle:
     @property
     def takes(self) -> bool:
         """Whether the engine may get new requests."""
-        return self.state is EngineState.UP and not self.lags
+        return self._takes(self.publications.live())
+
+    def _takes(self, version: int) -> bool:
+        """Whether the engine may get requests that `version` or a newer one is to sample. One that lags may if it has
+        promised to serve such a version soon; they wait for that (`until_it_serves`)."""
+        return self.state is EngineState.UP and (not self.lags or self.publications.promised >= max(0, version))
 
     def _becomes(self, state: EngineState, version: int | None) -> None:
         if self.leaving and state is not EngineState.DOWN:
@@ -163,16 +168,18 @@ class EngineHandle:
         log line for each."""
         if (lie := self.counters.lie) is not None and self.serves and self.condemn():
             say(f"{lie}: it is replaced")
-        if self.counts and (late := self.publications.late(seconds)) is not None:
+        awaited = self.counts or self.publications.promised >= 0
+        if awaited and (late := self.publications.late(seconds)) is not None:
             self.lags = True
+            self.publications.breaks()
             say(f"{self.name} has not loaded version {late} in {seconds:g} s: no groups until it has caught up")
             self.changed(self)
 
     # ── its process ──────────────────────────────────────────────────────────────────────────────
 
     async def start(self, publication_seconds: float = 0.0, say: Callable[[str], None] = lambda text: None) -> None:
-        """Start the engine's process; returns when it serves the newest published version, or one that is no older
-        than the live one. After an error the process may still run.
+        """Start the engine's process; returns when it serves a version that `Publications.suffices`. After an error
+        the process may still run.
 
         `publication_seconds`: how long to wait for the first publication, in addition to `deadlines.start`. `say`: gets
         a log line if the engine loads versions more slowly than they are published.
@@ -198,8 +205,10 @@ class EngineHandle:
                 version = await self._newest(say)
             if self.publications.suffices(version):  # others may have loaded a newer one while the wait ended
                 break
+        self.publications.loaded(version)
+        self.publications.publish(self.publications.newest, version)  # others may have been published meanwhile
+        self.lags = version < self.publications.live()
         self._becomes(EngineState.UP, version)
-        self.publish(self.publications.newest)  # it may lack versions that were published meanwhile
 
     def suspect(self, broken_off: Collection[str] = ()) -> None:
         """Mark the engine as suspected if it is UP, after requests broke off (`broken_off`: their ids). It gets no new
@@ -306,16 +315,22 @@ class EngineHandle:
 
     async def keep_loaded(self) -> NoReturn:
         """Load newly published versions, always the newest, until this raises or is cancelled. While the engine has
-        requests, loads are `load_interval` seconds apart, unless a request waits for a version. An engine that breaks
-        off becomes suspected; one whose load stands still, or is not proven, is replaced. Raises UnprovenWeights if two
-        loads in a row are not proven, WireError for an unusable version."""
+        requests, loads are `load_interval` seconds apart, unless a request waits for a version. One that lags and keeps
+        up (`Publications.keeps_up`) begins to load as a version is published. An engine that breaks off becomes
+        suspected; one whose load stands still, or is not proven, is replaced. Raises UnprovenWeights if two loads in a
+        row are not proven, WireError for an unusable version."""
         while True:
             await self.publications.news(self.open)
             version = self.publications.newest
             if self.version is None or self.version >= version:
                 continue
+            if self.lags:
+                self.publications.begins(version)
+                self.changed(self)
             try:
                 await self._load(version)
+                if self.lags:
+                    await self.publications.next()
             except WireError:
                 if self.publications.newest == version:
                     raise  # else the mailbox holds a newer version by now
@@ -330,7 +345,7 @@ class EngineHandle:
         except UnprovenWeights as doubt:
             self.discard(doubt)
         else:
-            self.publications.loaded()
+            self.publications.loaded(version)
             if self.serves:  # else it has been replaced meanwhile
                 self._becomes(self.state, version)
 
@@ -365,14 +380,13 @@ class EngineHandle:
 
     async def _newest(self, say: Callable[[str], None]) -> int:
         """Make a started engine load the newest published version, or keep its own if that is newer; returns the
-        version, which is the newest or no older than the live one: no version before that may sample a new group. An
-        engine that cannot be reached is tried again as long as its process runs. Raises as `start`, without a deadline
-        of its own."""
-        loads = 0
+        version once it `Publications.suffices`. An engine that cannot be reached is tried again as long as its process
+        runs. Raises as `start`, without a deadline of its own."""
+        loads, clock = 0, asyncio.get_running_loop().time
         while True:
             if not self.process.running:
                 raise RoleDied(self.name, await self.process.ended(), str(self.process.log))
-            wanted = self.publications.newest
+            wanted, began = self.publications.newest, clock()
             try:
                 served = (await self.client.health()).version
                 version = await self.proving.load(self.spec, self.client, max(wanted, served), served)
@@ -392,7 +406,7 @@ class EngineHandle:
                 return version
             loads += 1
             if loads == _OVERTAKEN:
-                say(f"{self.name} loads versions more slowly than they are published: no groups until it has caught up")
+                say(f"{self.name} {self.publications.told(version, clock() - began)}: no groups until it has caught up")
 
     async def reach(self, version: int) -> None:
         """Load `version` if the engine serves an older one; returns when it serves `version` or newer, or is leaving.
@@ -429,7 +443,7 @@ class EngineHandle:
             try:
                 async with standstill("conductor", awaited, seconds, moved):
                     while self.version is None or self.version < version:
-                        if not self.takes:
+                        if not self._takes(version):
                             raise EngineLeft(self.name, "is not up any more")
                         await asyncio.sleep(RETRY_SECONDS)
             except DeadlineExceeded as late:

@@ -97,6 +97,7 @@ class EnginePool:
         self.on_load: Callable[[int], None] = lambda version: None
         #: Journals the tokens in flight; called before an engine leaves.
         self.keep: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
+        self.bound: Callable[[], float] = lambda: 0.0  #: returns the staleness bound of groups admitted now
         #: Called with each published version, to tell other machines.
         self.announce: Callable[[int], None] = lambda version: None
         self._preempted = 0.0  # completions preempted until the last call of `pressure`
@@ -138,9 +139,11 @@ class EnginePool:
     def changed(self, engine: EngineHandle) -> None:
         """Take note of a changed state or version of `engine`, for requests, `live` and the roster. Every handle of the
         pool calls this."""
-        if (up := engine.takes) != self._router.gives(engine.name):
-            (self._router.join if up else self._router.leave)(engine.name)
+        before = self.live
         self._count(engine.name, engine.version if engine.counts else None)
+        for one in [engine] if self.live == before else [engine, *self._engines.values()]:
+            if (up := one.takes) != self._router.gives(one.name):
+                (self._router.join if up else self._router.leave)(one.name)
         if engine.version is not None:
             self.roster.serves(engine.name, self._kind, engine.host, engine.version)
         elif engine.state is EngineState.DOWN:
@@ -203,7 +206,8 @@ class EnginePool:
     def join(self, engine: EngineHandle) -> None:
         """Add a guest engine, and return at once. Background tasks start it, keep it at the newest version while
         `keep_loaded` runs, and replace its process when it dies, until it leaves."""
-        engine.publications.newest, engine.publications.live = self.published, lambda: self.live
+        news = engine.publications
+        news.newest, news.live, news.bound = self.published, lambda: self.live, lambda: self.bound()
         self._engines[engine.name] = engine
         self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))
 
@@ -299,6 +303,7 @@ class EnginePool:
         try:
             # Versions never fall within a completion: the engine needs the version of the last token, or a newer one.
             stamps = [prefix.stamps for request in requests for prefix in request.prefixes if prefix.stamps]
+            least = max(least, engine.publications.promised)
             if oldest := max(least, max([stamped[-1][0] for stamped in stamps], default=0)):
                 await engine.until_it_serves(oldest)
             async for completion in engine.client.generate(*requests):

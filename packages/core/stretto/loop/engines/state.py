@@ -15,13 +15,14 @@ from typing import cast
 import msgspec
 
 from stretto.core.engine import Engine, EngineHealth
-from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, WireError, several
 from stretto.core.events import Span
 from stretto.core.tasks import cancel_and_wait
 from stretto.loop.config import DeadlinesConfig
 from stretto.processes.role import ReplaceableProcess
 
 _LOOK_SECONDS = 0.005
+_LIVE_SECONDS = 1.0  # between two looks whether an engine is live
 
 
 class EngineState(Enum):
@@ -41,12 +42,18 @@ class Publications:
     Attributes:
         newest: newest version in the mailbox (-1: none); the engine loads it as soon as it can.
         live: returns the oldest version that an engine of the pool serves; -1 if none serves one.
+        bound: for a guest, returns the staleness bound of groups admitted now; 0 for other engines.
+        promised: version that an engine which lags loads, or has loaded: it may get groups that are admitted at that
+            version or an older one, and samples them once it serves it. -1: it gets none.
     """
 
     def __init__(self, interval: float) -> None:
         """Begin without a published version. `interval`: least seconds between two loads (`engine.load_interval`)."""
         self.newest = -1
         self.live: Callable[[], int] = lambda: -1
+        self.bound: Callable[[], float] = lambda: 0.0
+        self.promised = -1
+        self._keeps_up = False
         self._interval = interval
         self._missing = deque[tuple[int, float]]()  # (version to load, time of its publication)
         self._loaded = -math.inf  # time of the last load
@@ -62,10 +69,46 @@ class Publications:
         self._news.set()
 
     def suffices(self, version: int) -> bool:
-        """Whether an engine that starts may serve `version`: it is the newest, or no older than the live one. Engines
-        that all load more slowly than the trainer publishes would otherwise never come back."""
+        """Whether an engine that starts may serve `version`, which it has loaded: it is the newest, or no older than
+        the live one (engines that all load more slowly than the trainer publishes would otherwise never come back), or
+        a guest `keeps_up` with it."""
         live = self.live()
-        return version >= (self.newest if live < 0 else live)
+        return version >= (self.newest if live < 0 else live) or self.keeps_up(version)
+
+    def keeps_up(self, version: int) -> bool:
+        """Whether a guest that has just loaded `version` may get groups although a newer version is live: so few were
+        published meanwhile that a group which waits for such a load can be finished before it is due. Of a bound of eta
+        versions the load takes at most eta - 1."""
+        return self.needed(version) <= self.bound()
+
+    def needed(self, version: int) -> int:
+        """Least staleness bound with which a guest that has just loaded `version` keeps up."""
+        return self.newest - version + 2
+
+    def told(self, version: int, seconds: float) -> str:
+        """Words about an engine that has loaded `version` in `seconds`, and has not kept up."""
+        told = f"loads a version in {seconds:.3g} s, and {several(self.newest - version, 'newer one')} came meanwhile"
+        return told + (f" (with rollout.max_staleness = {self.needed(version)} it would help)" if self.bound() else "")
+
+    def begins(self, version: int) -> None:
+        """Note that the engine, which lags, loads `version` now: it promises it if its last load kept up."""
+        if self._keeps_up:
+            self.promised = version
+            self.serves(version - 1)  # for `late`, which is about the promise now
+
+    def breaks(self) -> None:
+        """Take back what was promised: the engine takes no groups until it has caught up, or keeps up again."""
+        self.promised, self._keeps_up = -1, False
+
+    async def next(self) -> None:
+        """Wait for the next publication if the last load kept up, as long as others are live: groups are admitted just
+        after a publication, and the engine can promise to serve it if it begins to load then."""
+        self._news.clear()
+        while self._keeps_up and self.live() >= 0 and not self._news.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LIVE_SECONDS):
+                    await self._news.wait()
+        self._news.set()
 
     def look_again(self) -> None:
         """Let `news` return: a version may have been published while the engine could load none."""
@@ -90,13 +133,18 @@ class Publications:
         finally:
             self._awaited -= 1
 
-    def loaded(self) -> None:
-        """Note that the engine has loaded a version now."""
+    def loaded(self, version: int) -> None:
+        """Note that the engine has loaded `version` now."""
         self._loaded = asyncio.get_running_loop().time()
+        self._keeps_up = self.keeps_up(version)
+        if not self._keeps_up:
+            self.promised = -1
 
     def serves(self, version: int | None) -> None:
         """Note which version the engine serves: this version and older ones are no longer missing. None: the engine is
         down, and no version is missing."""
+        if version is None:
+            self.breaks()
         while self._missing and (version is None or self._missing[0][0] <= version):
             self._missing.popleft()
 
