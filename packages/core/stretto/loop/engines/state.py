@@ -4,6 +4,7 @@ spans."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections import deque
