@@ -377,7 +377,8 @@ def _restarts(results: dict[str, Any]) -> list[Row]:
     whole, load = last["resume"], f"at load {last['load']:.0f}"
     before = "" if last is first else f"before: {first['resume']['cpu']:.1f}, at load {first['load']:.0f}"
     ratio = f"× {first['resume']['cpu'] / whole['cpu']:.1f}" if before else ""
-    replaced = ", ".join(f"{name} {role['cpu']:.2f}" for name, role in roles.items())
+    own = ("trainer", "engine", "rewards")
+    replaced = ", ".join(f"{roles[name]['cpu']:.2f}" for name in own)
     return [
         Row(
             f"CPU seconds of a resume to its next step, median of {whole['times']}",
@@ -385,7 +386,7 @@ def _restarts(results: dict[str, Any]) -> list[Row]:
             before,
             ratio,
         ),
-        Row("CPU seconds of a killed role to the second step after it", replaced),
+        Row(f"″ of a killed {', '.join(own)} to the second step after", replaced),
     ]
 
 

@@ -21,7 +21,7 @@ count, since nothing is in flight then. A role is flat if its median in the last
 that in the first third. Processes that were forked from the fork server are listed apart from those that have an
 interpreter of their own, as all have once it was killed. Growth of one process over hours is measured elsewhere
 (`benchmarks.growth`); here it shows whether a new process needs more memory because the run has grown. Private memory,
-which is shared neither with the fork server nor through a file, is reported too, but not judged.
+which is shared neither with the fork server nor through a file, is on record too, but not judged.
 
 Every ten minutes are a part, which is added to a file at once (`--add`); its faults are also added to the file of all
 kills (`--kills`), as faults in turn (`benchmarks.tally`).
@@ -268,7 +268,6 @@ class Flatness:
     lives: int
     first: float
     last: float
-    judged: bool  # private memory is told and not judged
 
     @property
     def growth(self) -> float:
@@ -276,7 +275,7 @@ class Flatness:
 
     @property
     def flat(self) -> bool:
-        return abs(self.growth) <= FLAT or not self.judged
+        return abs(self.growth) <= FLAT
 
 
 def flatness(lives: Sequence[Life]) -> list[Flatness]:
@@ -289,9 +288,9 @@ def flatness(lives: Sequence[Life]) -> list[Flatness]:
         late = [life for life in own if life.minute >= last + 1 - third]
         if min(len(early), len(late)) < _LIVES:
             continue
-        for what, key in (("resident MiB", "resident_mib"), ("private MiB", "private_mib"), ("descriptors",) * 2):
+        for what, key in (("resident MiB", "resident_mib"), ("descriptors",) * 2):
             begin, end = (statistics.median(getattr(life, key) for life in some) for some in (early, late))
-            found.append(Flatness(role, what, len(own), begin, end, judged=key != "private_mib"))
+            found.append(Flatness(role, what, len(own), begin, end))
     return found
 
 
@@ -312,7 +311,7 @@ def rows(tally: Tally) -> list[tuple[object, ...]]:
             f"{one.first:.1f}",
             f"{one.last:.1f}",
             f"{one.growth:+.1%}",
-            ("yes" if one.flat else "NO") if one.judged else "",
+            "yes" if one.flat else "NO",
         )
         for one in flatness(lives_of(tally.parts))
     ]

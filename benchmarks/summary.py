@@ -44,9 +44,9 @@ SECTIONS = {
 _HEAD = """# Results
 
 Every number comes from a committed file of `benchmarks/results`, which names the machine and the versions of the
-libraries; `python -m benchmarks.summary` makes this page of them. Results of another processor have a heading of their
-own. A ratio above 1.0 says that stretto is faster or cheaper. Attempts and their effects are in `docs/log.md`; the cost
-of each `beyond_bound` policy is in [staleness](../explanation/staleness.md), the server under load in
+libraries; `python -m benchmarks.summary` makes this page of them: of each benchmark the newest by processors of each
+maker. A ratio above 1.0 says that stretto is faster or cheaper. Attempts and their effects are in `docs/log.md`; the
+cost of each `beyond_bound` policy is in [staleness](../explanation/staleness.md), the server under load in
 [gateway](../how_to/gateway.md#metrics).
 
 Held-out accuracy is over 512 questions, sampled at temperature 1. Seconds of reinforcement leave out the warm start,
@@ -59,6 +59,14 @@ def measured(name: str) -> dict[str, Any]:
     files = [report.RESULTS / f"{name}.json", *sorted(report.RESULTS.glob(f"{name}.*.json"))]
     contents = [json.loads(file.read_text(encoding="utf-8")) for file in files if file.exists()]
     return {_machine(content["machine"]): content["results"] for content in contents}
+
+
+def _shown(name: str) -> dict[str, Any]:
+    """Of `measured` the newest by processors of each maker, AMD and Intel."""
+    found: dict[str, tuple[str, Any]] = {}
+    for where, results in measured(name).items():
+        found.setdefault(where.split()[0], (where, results))
+    return dict(found.values())
 
 
 def _machine(machine: dict[str, Any]) -> str:
@@ -175,7 +183,7 @@ def _on_a_gpu() -> dict[str, str]:
 
 def page() -> str:
     """The text of docs/reference/results.md."""
-    machines = dict.fromkeys(where for makes in SECTIONS.values() for name in makes for where in measured(name))
+    machines = dict.fromkeys(where for makes in SECTIONS.values() for name in makes for where in _shown(name))
     parts = [_HEAD, *(part for where in machines for part in _on(where))]
     parts += ["## Missed goals\n", "| goal | reached |\n|---|---|\n" + "\n".join(missed()) + "\n"]
     return "\n".join(parts)
@@ -184,7 +192,7 @@ def page() -> str:
 def _on(where: str) -> Iterable[str]:
     yield f"## {where}\n"
     for section, makes in SECTIONS.items():
-        found = {name: measured(name) for name in makes}
+        found = {name: _shown(name) for name in makes}
         rows = [row for name, make in makes.items() if where in found[name] for row in make(found[name][where])]
         if rows:
             head = "| what | stretto | beside | ratio |\n|---|---|---|---|\n"

@@ -93,13 +93,10 @@ class EnginePool:
         self._versions: Counter[int] = Counter()  # number of those engines by version
         self._deadlines, self._lag, self._patience, self._say = deadlines, lag, patience, say
         self.published = -1  # newest version in the mailbox
-        #: Called with the oldest version that an engine serves, whenever that may have changed.
-        self.on_load: Callable[[int], None] = lambda version: None
-        #: Journals the tokens in flight; called before an engine leaves.
-        self.keep: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)
+        self.on_load: Callable[[int], None] = lambda version: None  #: gets `live` whenever it may have changed
+        self.keep: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)  #: journals what is in flight at a leaver
         self.bound: Callable[[], float] = lambda: 0.0  #: returns the staleness bound of groups admitted now
-        #: Called with each published version, to tell other machines.
-        self.announce: Callable[[int], None] = lambda version: None
+        self.announce: Callable[[int], None] = lambda version: None  #: tells other machines each published version
         self._preempted = 0.0  # completions preempted until the last call of `pressure`
         self._router = router or Router()
         self._kind, self.roster = kind, Roster()
@@ -229,9 +226,8 @@ class EnginePool:
             await self.leave(engine.name, str(loss))
 
     async def drain(self, names: Sequence[str], why: str) -> None:
-        """Remove the engines `names` from the run: they get no more requests, the tokens in flight are journaled, and
-        other engines continue the completions. Returns when the engines have ended. `why`: the reason, for the log.
-        Names that are not in the pool are ignored."""
+        """Remove those of the engines `names` that are in the pool from the run: they get no more requests, others
+        continue from their journaled tokens. Returns when the engines have ended. `why`: the reason, for the log."""
         engines = [self._engines[name] for name in names if name in self._engines]  # the rest have left already
         for engine in engines:
             engine.begin_leaving()
@@ -400,8 +396,7 @@ class EnginePool:
     # ── versions ─────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """Note that `version` is the newest in the mailbox now, and announce it: every engine loads it as soon as it
-        can, while `keep_loaded` runs."""
+        """Announce `version`, the newest in the mailbox now: every engine loads it soon, while `keep_loaded` runs."""
         self.published = self.roster.step = version
         self.announce(version)
         for engine in self._engines.values():
@@ -437,11 +432,8 @@ class EnginePool:
         moment than this call."""
         for engine in self._engines.values():
             engine.notice(self._lag, self._say)
-        if polls := [
-            engine.counters.poll(anew=patience is None)
-            for engine in self._engines.values()
-            if engine.state is EngineState.UP
-        ]:
+        up = (engine for engine in self._engines.values() if engine.state is EngineState.UP)
+        if polls := [engine.counters.poll(anew=patience is None) for engine in up]:
             await asyncio.wait(polls, timeout=patience)
         return [span for engine in self._all for span in engine.counters.drain_spans()]
 
