@@ -93,13 +93,15 @@ def test_a_turn_outlives_its_engine(model: Path, tmp_path: Path) -> None:
         assert "stopping: open requests (1) have 30 s to finish; a second signal ends it now" in said
 
 
-@pytest.mark.parametrize(("count", "hanging", "seconds"), [(1, 1, 3600), (2, 2, 6), (2, 1, 3600)])
+@pytest.mark.parametrize(
+    ("count", "hanging", "seconds", "answer"), [(1, 1, 3600, 12), (2, 2, 12, 40), (2, 1, 3600, 12)]
+)
 def test_an_engine_whose_event_loop_hangs_is_replaced_once_a_client_has_waited_for_long_and_slow_ones_are_not(
-    model: Path, tmp_path: Path, count: int, hanging: int, seconds: int
+    model: Path, tmp_path: Path, count: int, hanging: int, seconds: int, answer: int
 ) -> None:
     asleep = f"signal.signal(signal.SIGUSR1, lambda *_: time.sleep({seconds}))"  # its heartbeats go on
     (tmp_path / "sitecustomize.py").write_text(f"import signal, time\n{asleep}\n")
-    words = ("--port", "0", "--folder", str(tmp_path / "sessions"), "deadlines.answer=12", "deadlines.hung=1")
+    words = ("--port", "0", "--folder", str(tmp_path / "sessions"), f"deadlines.answer={answer}", "deadlines.hung=1")
     command = [sys.executable, "-m", "stretto_app.cli.main", "gateway", str(model), *words, f"engine.count={count}"]
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
@@ -117,8 +119,8 @@ def test_an_engine_whose_event_loop_hangs_is_replaced_once_a_client_has_waited_f
                     return ask(session, address, "hello", timeout=3).status_code != 200
                 return True
 
-            with ThreadPoolExecutor() as beside:
-                assert sum(beside.map(late, sessions)) == hanging
+            with ThreadPoolExecutor() as beside:  # of two quick requests the same engine may get both
+                wait_until(lambda: sum(beside.map(late, sessions)) == hanging, "an engine is hit")
             assert all(ask(session, address, "hello").status_code == 200 for session in sessions)
             ends = hanging if seconds == 3600 else 0
             wait_until(lambda: sum(Path(f"/proc/{pid}/cmdline").exists() for pid in engines) == count - ends, "an end")

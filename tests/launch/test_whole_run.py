@@ -58,6 +58,7 @@ INSPECTION: dict[str, type | tuple[type, ...] | list[str]] = {
     "state": str,
     "reason": str,
     "replay": type(None),
+    "cores": dict,
     "changed": list,
     "predicted": type(None),  # nothing was predicted of this run
     "not_predicted": str,
@@ -160,6 +161,7 @@ def test_inspect_prints_one_object_with_every_field(laboratory: Laboratory, run_
     assert all(0 <= fraction <= 1 for role, fraction in found["busy"].items() if role != "rewards"), found["busy"]
     assert found["busy"]["trainer"] > 0
     assert found["busy"]["engine-0"] > 0
+    assert sum(found["cores"].values()) > found["cores"]["starting"] > 0
 
 
 def test_inspect_shows_a_table_to_people(laboratory: Laboratory, run_dir: Path) -> None:
