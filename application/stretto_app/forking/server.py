@@ -76,8 +76,8 @@ def accelerated() -> bool:
 
 
 class ForkedHere:
-    """A fork server that is a forked copy of this process (made by `forking.role.fork_here`), with those methods of a
-    `subprocess.Popen` that `ForkServer` uses."""
+    """Handle of a fork server that is a forked copy of this process (made by `forking.role.fork_here`): `pid`, `kill`
+    and `wait`, as `ForkServer` uses them of a `subprocess.Popen`. `wait` returns no exit code."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid

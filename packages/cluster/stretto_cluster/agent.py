@@ -269,10 +269,9 @@ class _Session:
     # ── mirror ────────────────────────────────────────────────────────────────────────────────────
 
     async def _mirror(self) -> str:
-        """Fetch the model, report the places, and pull the newest version after each publication; versions that are
-        overtaken meanwhile are skipped. A rank pulls no versions, but fetches the reference model if the run has one.
-        Runs until it is cancelled or raises.
-        """
+        """Fetch the model, report the places where roles can start, then pull and report the newest version after each
+        publication. Versions overtaken meanwhile are skipped; a failed pull is tried again. A rank pulls no versions,
+        but fetches the reference model if the run has one. Never returns: runs until cancelled or until an error."""
         gate_host = self.offer.address.rpartition(":")[0]
         source = f"{gate_host}:{self.terms.weights_port}"
         terms = self.terms

@@ -107,8 +107,8 @@ class Occupancy:
 
 
 class Make(Protocol):
-    """Client of one server (Protocol). Each method has its own deadline, and raises EngineLost if the server does not
-    answer.
+    """Client of one server (Protocol). Each method that asks the server has its own deadline, and raises EngineLost if
+    the server does not answer; only `ready` returns False then.
 
     Arguments of the class: a `stretto_servers.http.JsonServer`, and the longest wait for a load, in seconds.
     """

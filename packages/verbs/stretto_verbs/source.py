@@ -93,7 +93,7 @@ class SourceHere:
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """Return the new tokens of unfinished completions, by request id and member. `known`: number of tokens already
-        known of each member, by request id."""
+        known of each member, by request id; others, and completions without new tokens, are left out."""
         return self._generation.partials(known)
 
     async def score(self, texts: Sequence[tuple[int, ...]]) -> list[tuple[float, ...]]:

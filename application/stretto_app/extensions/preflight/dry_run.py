@@ -27,7 +27,7 @@ def check(recipe_path: Path, overrides: Sequence[str], resume: bool = False, run
         run_dir: where the run folder will be, which is checked but not made; None: a folder in ``runs``.
 
     Raises:
-        UserError: the recipe or the run has mistakes; lists them all.
+        UserError: the recipe, the run or `run_dir` has mistakes; lists all of the first stage that has any.
     """
     if resume:
         prepared = prepare(recipe_path, overrides, run_dir, resume, write=False)

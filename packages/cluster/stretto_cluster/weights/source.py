@@ -67,8 +67,8 @@ class Transfer:
         self._read = ""  # what the server had read for its list when it last said so
 
     def stop(self) -> None:
-        """Abort the transfer from another thread. Its waits for the server end, and `check_wanted` raises from now
-        on."""
+        """Abort the transfer, from another thread, and return at once. Its reads from the server are interrupted, and
+        `check_wanted` raises from now on."""
         self._stopped.set()
         self._end_parts()
 

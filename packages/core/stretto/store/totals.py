@@ -256,8 +256,8 @@ def _generation(
     spent: Mapping[str, float], tokens: Mapping[str, int], totals: Totals
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Divide an engine's working seconds `spent` (by span name); returns (seconds by category, seconds that count as
-    idle by reason). Loading, proving and evaluation count as idle. Recomputing is a category of its own. The rest is
-    divided in proportion to the sampled `tokens` (by category)."""
+    idle by reason). Loading and proving count as idle; recomputing is a category of its own. Of the rest, evaluation
+    gets its share of the tokens in `totals`, as idle too, and the sampled `tokens` (by category) theirs."""
     reasons = {_PAUSES[name]: seconds for name, seconds in spent.items() if name in _PAUSES}
     again = spent.get("recompute", 0.0)
     stepping = sum(seconds for name, seconds in spent.items() if name not in {*_PAUSES, "recompute"})

@@ -69,8 +69,9 @@ class Engines:
     """Engines in memory, by their lane. They share one budget of KV cache, and one of memory for weights
     (`samplers_bytes` of the backend), in which the base model's weights do not count.
 
-    Making an engine takes longer than a small sample. So once three engines are idle, the least recently used one gets
-    the new weights instead, if their shape is the same.
+    Making an engine takes longer than a small sample. So once three engines, not counting the base model's, are idle,
+    the least recently used one gives up its lane: new adapters go into it if it has adapters with equal settings, else
+    it is removed and an engine made.
     """
 
     def __init__(self, backend: LocalBackend) -> None:

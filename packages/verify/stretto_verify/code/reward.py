@@ -67,8 +67,8 @@ class CodeReward:
         self._sandbox = sandbox(walls, config)
 
     def __call__(self, prompt: str, completion: str, answer: str) -> bool:
-        """Whether the program in `completion` passes the tests in `answer`; False without a program. All calls run in
-        one process; inputs after the first failure are not run.
+        """Whether the program in `completion` passes the tests in `answer`; False without a program. Tests that call a
+        function all run, in one process; those on standard input run up to the first failure.
 
         Raises:
             Undecided: the tests cannot be read, the sandbox could not run them, or the time for all of them ran out

@@ -299,8 +299,8 @@ class Generation:
 
     async def run(self) -> None:
         """Step the engine until cancelled; wait while it is idle or its weights are in doubt. Whenever it becomes idle,
-        its integrity is checked. An error of the engine, such as BrokenLogits or BoundViolated, is raised. In any case
-        the end breaks off all requests (`break_off`)."""
+        its integrity is checked. Errors of the engine are raised, but not those that end single requests alone (a
+        broken grammar, broken logits of independent clients). In any case the end breaks off all requests."""
         try:
             while True:
                 if self.engine.idle or self.engine.in_doubt:

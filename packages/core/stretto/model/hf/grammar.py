@@ -162,7 +162,7 @@ _STACK_SIZE = threading.Lock()
 
 
 def _on_a_deep_stack(make: Callable[[], LLMatcher]) -> LLMatcher:
-    """Call `make` in a thread with a large stack, wait for it, and return its result."""
+    """Call `make`, which must not raise, in a thread with a large stack, wait for it, and return its result."""
     made: list[LLMatcher] = []
     thread = threading.Thread(target=lambda: made.append(make()), name="a grammar")
     with _STACK_SIZE:
