@@ -11,6 +11,16 @@ def length(prompt: str, completion: str, answer: str) -> float:
     return len(completion) % 5 / 4
 
 
+def leveled(prompt: str, completion: str, answer: str, level: int = 0) -> float:
+    """Takes a further field of the row."""
+    return length(prompt, completion, answer) * level
+
+
+def leveled_by_name(prompt: str, completion: str, answer: str, **fields: int) -> float:
+    """Takes all of them."""
+    return leveled(prompt, completion, answer, fields["level"])
+
+
 def slow(prompt: str, completion: str, answer: str) -> float:
     """As `length`, on a task that takes its time."""
     time.sleep(0.02)

@@ -155,10 +155,16 @@ def test_rows_that_a_reward_could_not_tell_apart_are_refused(plan_for: Planner, 
     rows = [row | {"level": level} for level, row in enumerate(FOUR)]
     assert plan_for(rows, rewards=OWN).rows["4+7=", "11"].fields == '{"demonstration": "11", "level": 1}'
     assert plan_for(rows).rows == {}, "a built-in reward takes none"
-    bare = {"prompt": FOUR[2]["prompt"], "answer": "11"}
-    told = message(plan_for, [*rows, FOUR[0] | {"level": 9}, FOUR[1] | {"level": 8}, bare], rewards=OWN).splitlines()
-    said, place = "has the prompt and the gold answer of", tmp_path / "rows.jsonl"
-    assert [line.partition(", and")[0] for line in told] == [f"{place}:{n}: {said} {place}:{n - 4}" for n in (5, 6, 7)]
+    again: list[Tree] = [*rows, *({**row, "level": 9} for row in FOUR), FOUR[2]]
+    plan = plan_for(again, rewards=OWN)
+    assert len(plan.rows) == len({row["prompt"] for row in FOUR}), "this reward takes no further field"
+    assert any("an earlier row has with the same answer" in note for note in warnings(plan, NEW))
+    place = tmp_path / "rows.jsonl"
+    for reward in ("leveled", "leveled_by_name"):
+        told = message(plan_for, again, rewards={"function": f"{REWARDS}:{reward}"})
+        said = f"{place}:5: has the prompt and the gold answer of {place}:1, and another 'level' "
+        assert told.startswith(f"{said}(5 such rows: {place}:5, {place}:6, {place}:7, ...); "), told
+        assert told.endswith("give both the same 'level', or remove one")
 
 
 def test_a_reward_is_looked_for_beside_its_recipe_first(policy: Path, tmp_path: Path) -> None:

@@ -112,21 +112,22 @@ def check_vocabulary(reference: str, tokenizer: Tokenizer, key: str) -> ModelFol
     return folder
 
 
-def check_reward_function(config: RewardsConfig) -> None:
+def check_reward_function(config: RewardsConfig) -> tuple[str, ...] | None:
     """Check that the rewards can be loaded, in a process that can be killed: a user's module may hang or exit, and a
     built-in reward with settings may depend on the machine. Other built-in rewards are not loaded.
+    Returns the names of the further fields of a row that the user's rewards take; None: all.
 
     Raises:
         RewardFunctionError: a reward cannot be loaded.
         RoleError: the process cannot be started, for lack of memory or file descriptors.
     """
     if all(part.function in BUILT_IN and not BUILT_IN[part.function].configured for part in config.parts):
-        return
+        return ()
     for part in config.parts:
         if ":" not in part.function and part.function not in BUILT_IN:
             load_reward(part.function)
     try:
-        asyncio.run(check_reward(config))
+        return asyncio.run(check_reward(config))
     except RoleError as error:
         if isinstance(error.__cause__, OSError):  # the machine lacks resources: not the user's mistake
             raise

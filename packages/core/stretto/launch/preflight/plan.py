@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -140,7 +141,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     """
     _check_descriptors(recipe)  # with too few, the other checks fail with misleading errors
     mistakes = Mistakes(UserError)
-    told, needs = _parts(recipe, mistakes, dry=dry)
+    told, needs, takes = _parts(recipe, mistakes, dry=dry)
     with mistakes:
         base, tokenizer, longest, reference = _model(recipe)
     with mistakes:
@@ -173,7 +174,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
         origins=tuple((question.place, question.source) for question in training.questions),
         sources=_sources(training.questions, questions.weights),
         demonstrations=encode_demonstrations(shown, tokenizer, base.context_length),
-        rows=_rows(recipe, rows),
+        rows=_rows(recipe, rows, takes),
         sets=sets,
         details=_details(recipe, rows, tokenizer),
         kept_apart=len(questions.held_out),
@@ -196,13 +197,15 @@ def advice(name: str, *arguments: object, **settings: object) -> list[str]:
     return found
 
 
-def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str], WorkflowReady]:
+def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str], WorkflowReady, tuple[str, ...] | None]:
     """Check the parts that the recipe names beside model and data, and the machine. Mistakes are added to `mistakes`,
     not raised. `dry`: also try user-defined outlets.
 
-    Returns warnings, and what the workflow needs of tokenizer and data; with mistakes, as far as known.
+    Returns warnings, what the workflow needs of tokenizer and data, and the further fields of a row that the rewards
+    take (None: all); with mistakes, as far as known.
     """
     told, needs = list[str](), WorkflowReady()
+    takes: tuple[str, ...] | None = ()
     with mistakes:
         told = advice("trial:try_parts", recipe, outlets=dry)
     with mistakes:
@@ -210,7 +213,7 @@ def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str],
     with mistakes:
         medium_of(recipe)
     with mistakes:
-        check_reward_function(recipe.rewards)
+        takes = check_reward_function(recipe.rewards)
     with mistakes:
         check_reward_addresses(recipe.rewards)
     with mistakes:
@@ -222,7 +225,7 @@ def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str],
         check_cluster(recipe)
     with mistakes:
         check_in_flight(recipe.rollout)
-    return told, needs
+    return told, needs, takes
 
 
 def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | None]:
@@ -368,25 +371,40 @@ def _sources(questions: Sequence[Question], weights: Mapping[str, float]) -> tup
     return tuple(PromptSource(name, count, weights.get(name)) for name, count in counted.items())
 
 
-def _rows(recipe: Recipe, questions: Sequence[Question]) -> dict[tuple[str, str], Row]:
+def _rows(recipe: Recipe, questions: Sequence[Question], takes: Sequence[str] | None) -> dict[tuple[str, str], Row]:
     """Collect the data of questions that rewards need, by (prompt, gold answer): further fields of the row for
-    user-defined rewards, and the source if rewards depend on it. Questions without such data are left out. Raises
-    DataError if two questions with the same key have different data."""
+    user-defined rewards, and the source if rewards depend on it. Questions without such data are left out. `takes`:
+    the further fields that the rewards take; None: all. Raises DataError if two questions with the same key differ in
+    the source or in one of these fields; of other fields the first row's are kept."""
     parts = recipe.rewards.parts
     own = any(part.function not in BUILT_IN for part in parts)
     by_source = any(part.sources for part in parts)
     found: dict[tuple[str, str], tuple[Row, Question]] = {}
-    problems: list[Problem] = []
-    differs = "different further fields" if not by_source else "different further fields or another source"
+    contrary: dict[str, tuple[Question, list[Question]]] = {}  # what differs: the first of the rows, the others
     for asked in questions if own or by_source else ():
         row = Row(asked.fields if own else "", asked.source if by_source else "")
         known, first = found.setdefault((asked.text, asked.answer), (row, asked))
-        if known != row:
-            problem = f"has the prompt and the gold answer of {place_of(first)}, and {differs}"
-            remedy = "prompt and gold answer identify the row of a completion"
-            problems.append(Problem(place_of(asked), problem, remedy))
+        if known != row and (differs := _difference(known, row, takes)):
+            contrary.setdefault(differs, (first, []))[1].append(asked)
+    problems = []
+    for differs, (first, rows) in contrary.items():
+        places = list(dict.fromkeys(map(place_of, rows)))  # one file may hold training and held-out questions
+        more = f" ({len(places):,} such rows: {', '.join(places[:3])}{', ...' * (len(places) > 3)})"
+        told = f"has the prompt and the gold answer of {place_of(first)}, and another {differs}"
+        remedy = f"prompt and gold answer identify the row of a completion: give both the same {differs}, or remove one"
+        problems.append(Problem(places[0], told + more * (len(places) > 1), remedy))
     refuse(problems)
     return {key: row for key, (row, _) in found.items() if row != Row()}
+
+
+def _difference(first: Row, row: Row, takes: Sequence[str] | None) -> str:
+    """Name of the first field that the rewards take (`takes`; None: all) in which two rows differ, or "source"; "" if
+    there is none."""
+    one, other = (json.loads(each.fields or "{}") for each in (first, row))
+    for name in {**one, **other} if takes is None else takes:
+        if (name in one, one.get(name)) != (name in other, other.get(name)):
+            return f"{name!r}"
+    return "source" if first.source != row.source else ""
 
 
 def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer) -> QuestionDetails:

@@ -265,6 +265,20 @@ def loaded(parts: Sequence[PartSettings]) -> tuple[LoadedPart, ...]:
     return tuple([LoadedPart(part, load_reward(part.function, part.settings, part.place)) for part in parts])
 
 
+def taken_by(parts: Sequence[LoadedPart]) -> tuple[str, ...] | None:
+    """Names of the further fields of a row that users' functions among the parts take; None: all, as one has
+    ``**fields``."""
+    taken = dict[str, None]()
+    for function in (part.function for part in parts if part.settings.function not in BUILT_IN):
+        try:
+            if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+                return None
+            taken |= dict.fromkeys(_further(function))
+        except ValueError:  # written in C, without a signature
+            continue
+    return tuple(taken)
+
+
 def facts_of(parts: Sequence[LoadedPart]) -> dict[str, str]:
     """Return facts by name for the run's record (sandbox level, say): the attribute `facts` of the built-in rewards
     that have one. Empty for users' functions."""

@@ -103,6 +103,11 @@ class RewardPool:
         """Facts about the reward, by name, for the run's record: those of all workers so far (`Facts`)."""
         return self._facts.known
 
+    @property
+    def takes(self) -> tuple[str, ...] | None:
+        """Names of the further fields of a row that the rewards take; None: all. Of a pool that has started."""
+        return () if (process := self._slots[0].process) is None else process.takes
+
     async def start(self) -> None:
         """Start all workers; returns when they have loaded the reward. After an error the pool is closed.
 
@@ -399,13 +404,13 @@ class _Slot:
         return self.process.processor_seconds - self._before
 
 
-async def check_reward(config: RewardsConfig) -> None:
-    """Load the reward of `config` in a worker process, where a module that hangs or exits does no harm; returns if that
-    works.
+async def check_reward(config: RewardsConfig) -> tuple[str, ...] | None:
+    """Load the reward of `config` in a worker process, where a module that hangs or exits does no harm; returns the
+    names of the further fields of a row that it takes; None: all.
 
     Raises:
         RewardFunctionError: the reward cannot be used; the message says why.
         RoleDied, DeadlineExceeded: the worker ended or hung while importing it.
     """
-    async with RewardPool(config.model_copy(update={"workers": 1})):
-        pass
+    async with RewardPool(config.model_copy(update={"workers": 1})) as pool:
+        return pool.takes

@@ -46,11 +46,12 @@ _MARK = "STRETTO_REWARD_WORKER"  # environment variable of a worker, which its d
 class WorkerProcess:
     """A worker process, started once. `on_reply` is called with each reply; if it raises WireError, the worker is
     killed. `on_lost` is called once, if the wire of a worker that was ready closes, from either end. `facts`: what the
-    worker reports of its reward when it is ready (`WorkerReady`)."""
+    worker reports of its reward when it is ready (`WorkerReady`), as `takes`."""
 
     def __init__(self, name: str, on_reply: Callable[[Verdicts], None], on_lost: Callable[[], None]) -> None:
         self.name = name
         self.facts: dict[str, str] = {}
+        self.takes: tuple[str, ...] | None = ()
         self._wire = _Wire(self._received, self._lost, self.give_up)
         self._on_reply, self._on_lost = on_reply, on_lost
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -187,7 +188,7 @@ class WorkerProcess:
             case Verdicts():
                 self._on_reply(message)
             case WorkerReady() if not self._ready.done():
-                self.facts = message.facts
+                self.facts, self.takes = message.facts, message.takes
                 self._ready.set_result(None)
             case Refused() if not self._ready.done():
                 problem = Problem(message.place, message.found, message.remedy)

@@ -127,9 +127,11 @@ class Request(Record, frozen=True, array_like=True):
 
 
 class WorkerReady(Record, frozen=True, tag=True):
-    """Message: the worker has loaded its reward and waits for requests; `facts` go to the run's record."""
+    """Message: the worker has loaded its reward and waits for requests; `facts` go to the run's record.
+    `takes`: the further fields of a row that a user's reward takes; None: all."""
 
     facts: dict[str, str] = msgspec.field(default_factory=dict)
+    takes: tuple[str, ...] | None = ()
 
 
 class Refused(Record, frozen=True, tag=True):

@@ -24,7 +24,7 @@ from stretto.core.frames import Unframer, frame
 from stretto.core.records import Verdict
 from stretto.doors.loading import look_in
 from stretto.processes.heartbeat import bound_memory, die_with_parent, keep_exit_codes, survive_a_full_disk
-from stretto.rewards.service.judging import LoadedPart, carried, facts_of, forks_end, judge_all, loaded
+from stretto.rewards.service.judging import LoadedPart, carried, facts_of, forks_end, judge_all, loaded, taken_by
 from stretto.rewards.service.wire import (
     JudgingCounter,
     Refused,
@@ -59,7 +59,7 @@ class Worker:
             place, found, remedy = map(carried, (problem.place, problem.found, problem.remedy))
             self._socket.sendall(frame(Refused(place=place, found=found, remedy=remedy)))
             return
-        self._socket.sendall(frame(WorkerReady(facts=facts_of(parts))))
+        self._socket.sendall(frame(WorkerReady(facts=facts_of(parts), takes=taken_by(parts))))
         decoder, unframer = msgspec.msgpack.Decoder(Request), Unframer()
         while data := self._read():
             for body in unframer.feed(data):
