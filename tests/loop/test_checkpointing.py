@@ -52,6 +52,15 @@ def test_the_last_evaluation_is_dated_by_the_last_update(desk: Desk) -> None:
     assert 0.01 <= step.rl_seconds == measured.rl_seconds == inspect_run(desk.folder.path).rl_seconds
 
 
+def test_an_accuracy_without_one_verdict_is_unknown_on_record(desk: Desk) -> None:
+    unknown = Evaluation(version=0, prompts=4, right=0, undecided=4, tokens=8)
+    for step in (0, 1):
+        desk.recorder.evaluated(unknown, step)
+    assert (desk.recorder.initial_accuracy, desk.recorder.final_accuracy) == (None, None)
+    assert str(unknown) == "accuracy –: 0 of 4 right, 4 undecided"
+    assert '"accuracy":null' in unknown.as_json()
+
+
 def test_tokens_of_an_evaluation_are_never_counted_as_generated_for_training(desk: Desk) -> None:
     desk.recorder.rl_begins()
     desk.work = Work(generated=100)

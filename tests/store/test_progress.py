@@ -27,6 +27,15 @@ def step(number: int, busy: Mapping[str, float | None] = BUSY, **changed: float)
     return step_line(number, busy=busy, **(numbers | changed))
 
 
+def test_an_accuracy_without_one_verdict_is_unknown() -> None:
+    progress = RunProgress(4)
+    progress.step(step(1))
+    progress.evaluated(evaluation_line(0, 0.0, undecided=511))
+    assert " | held-out 0.0 % | " in progress.line()
+    progress.evaluated(evaluation_line(0, 0.0, undecided=512))
+    assert " | held-out – | " in progress.line()
+
+
 def test_a_line_has_what_one_wants_to_know() -> None:
     progress = RunProgress(2700)
     assert progress.line() == ""

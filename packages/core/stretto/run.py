@@ -246,9 +246,9 @@ class Run:
 
     @property
     def accuracy(self) -> float | None:
-        """Last measured held-out accuracy; None before the first."""
+        """Last measured held-out accuracy; None before the first, or if no completion has a verdict."""
         evaluations = self.evaluations
-        return evaluations[-1].accuracy if evaluations else None
+        return evaluations[-1].known if evaluations else None
 
     def summary(self) -> Inspection:
         """Summarise the run in numbers, as ``stretto inspect`` does. Raises RunFolderError if there is no run,

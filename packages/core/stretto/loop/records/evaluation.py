@@ -131,7 +131,8 @@ class Evaluation(Record, frozen=True):
 
     def __str__(self) -> str:
         note = f", {self.undecided} undecided" if self.undecided else ""
-        return f"accuracy {self.accuracy:.4f}: {self.right} of {self.samples} right{note}"
+        accuracy = f"{self.accuracy:.4f}" if self.undecided < self.samples else "–"
+        return f"accuracy {accuracy}: {self.right} of {self.samples} right{note}"
 
     def table(self) -> str:
         """Format the evaluation as several lines: the text of `str`, then 95% interval, pass@k and maj@n (with several
@@ -154,9 +155,10 @@ class Evaluation(Record, frozen=True):
     def as_json(self) -> str:
         """Format the evaluation as a JSON object: all fields, and in addition `accuracy` (also as `avg`), `questions`,
         `samples` and `length_mean`."""
+        accuracy = self.accuracy if self.undecided < self.samples else None  # without one verdict it is unknown
         more = {
-            "accuracy": self.accuracy,
-            "avg": self.accuracy,
+            "accuracy": accuracy,
+            "avg": accuracy,
             "questions": self.prompts,
             "samples": self.samples,
             "length_mean": self.length_mean,

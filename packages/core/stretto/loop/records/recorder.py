@@ -98,7 +98,7 @@ class Recorder:
         main = self.on_record.get("", [])
         self._main = list(main)
         self.initial_accuracy = self._initial(earlier.initial_accuracy)
-        self.final_accuracy = next((line.accuracy for line in reversed(main) if line.step), None)
+        self.final_accuracy = next((line.known for line in reversed(main) if line.step), None)
         self._ledger, self._reporter, self._work = ledger, reporter, work
         self._metrics, self._spans = MetricsLog(folder.metrics), SpanLog(folder.spans)
         before = earlier.carried
@@ -278,15 +278,16 @@ class Recorder:
         self._main.append(line)
         self.initial_accuracy = self._initial(self.initial_accuracy)
         if step > 0:
-            self.final_accuracy = evaluation.accuracy
+            self.final_accuracy = line.known
         self._metrics.append(line)
         self._ledger.put(TOTALS, self._on_record())
         self._reporter.evaluated(line)
 
     def _initial(self, without: float | None) -> float | None:
-        """The accuracy of version 0; `without` if it has no line, None if the last evaluation asked other questions."""
+        """The accuracy of version 0; `without` if it has no line, None if no completion has a verdict or the last
+        evaluation asked other questions."""
         first = next((line for line in self._main if not line.step), None)
-        return without if first is None else first.accuracy if first in alike(self._main) else None
+        return without if first is None else first.known if first in alike(self._main) else None
 
     def _evaluation_line(self, evaluation: Evaluation, step: int, asked: str) -> EvaluationLine:
         return EvaluationLine(

@@ -77,7 +77,8 @@ class RunLog:
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
         unknown = f" ({evaluation.undecided} of {evaluation.prompts} undecided)" if evaluation.undecided else ""
-        self.note(f"held-out accuracy of version {evaluation.version}: {evaluation.accuracy:.4f}{unknown}")
+        accuracy = "–" if evaluation.known is None else f"{evaluation.known:.4f}"
+        self.note(f"held-out accuracy of version {evaluation.version}: {accuracy}{unknown}")
         self._progress.evaluated(evaluation)
         self._show(lambda reporter: reporter.evaluated(evaluation))
 

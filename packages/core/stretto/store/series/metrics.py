@@ -81,6 +81,11 @@ class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
     rewards: Mapping[str, float] = {}  # with several rewards: mean value of each, by name, before its weight
     asked: str = ""  # digest of the prompts, the completions of each, and the seed; empty in an old run
 
+    @property
+    def known(self) -> float | None:
+        """The accuracy; None if no completion has a verdict."""
+        return self.accuracy if self.undecided < (self.samples or self.prompts) else None
+
     def is_like(self, prompts: int, samples: int, asked: str) -> bool:
         """Whether this accuracy may be compared with that of another evaluation, of `prompts` prompts with `samples`
         completions together (0: one for each): both asked the same prompts with the same seed. `asked`: the other's

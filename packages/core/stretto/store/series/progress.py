@@ -69,7 +69,8 @@ class RunProgress:
 
     def _measured(self, metrics: StepMetrics) -> Iterator[tuple[int, str]]:
         if self.held_out is not None:
-            yield 2, f"held-out {_percent(self.held_out.accuracy, 1)}"
+            known = self.held_out.known
+            yield 2, f"held-out {'–' if known is None else _percent(known, 1)}"
         yield 3, f"reward {brief(metrics.reward)}"
         yield 7, f"len {brief(metrics.length_mean)}"
         bound = "" if metrics.max_staleness is None else f"/{metrics.max_staleness:g}"

@@ -305,7 +305,7 @@ class WatchedRun:
             step=max(done[0], last.step if last else 0),
             steps=last_step_of(recipe),
             version=done[1],
-            accuracy=evaluations[-1].accuracy if evaluations else known.final_accuracy,
+            accuracy=evaluations[-1].known if evaluations else known.final_accuracy,
             reward=last.reward if last else None,
             rl_seconds=last.rl_seconds if last else known.rl_seconds,
             wall_seconds=max(last.wall_seconds if last else 0.0, known.wall_seconds),
