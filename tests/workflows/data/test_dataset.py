@@ -34,7 +34,12 @@ BROKEN: list[tuple[str, str, Sequence[str]]] = [
     *[("a number", "17", ["17 in place of an object"]), ("null", "null", ["null in place of an object"])],
     ("an empty object", "{}", ["no field 'prompt'", "the object is empty"]),
     ("a missing prompt", '{"promt": "3+8=", "answer": "11"}', ["no field 'prompt'", "did you mean 'promt'?"]),
-    ("a missing answer", '{"prompt": "3+8="}', ["no field 'answer'", "answer_field", "the row has: prompt"]),
+    ("a missing answer", '{"prompt": "3+8="}', ["no field 'answer'", "answer_field=NAME; the row has: prompt"]),
+    (
+        "another answer",
+        '{"prompt": "3", "level": 1, "sum": "4"}',
+        ["write task.answer_field=sum; the row has: level, "],
+    ),
     ("a null prompt", row("null"), ["prompt: null", "a text is needed"]),
     ("an empty prompt", row('" "'), ['prompt: " "', "a text is needed"]),
     ("a number as prompt", row("3"), ["prompt: 3", "a text is needed"]),
@@ -109,7 +114,8 @@ def test_all_mistakes_of_a_row_come_together(tmp_path: Path) -> None:
     chat = '{"prompt": [{"role": "usr", "content": "3"}, {"role": "user", "content": 3}], "answer": "11"}'
     path = write(tmp_path, GOOD, *rows, chat)
     assert message(path).splitlines() == [
-        f"{path}:2: no field 'prompt' and no field 'answer'; did you mean 'promt'? did you mean 'anser'?",
+        f"{path}:2: no field 'prompt' and no field 'answer'; "
+        "write task.prompt_field=promt task.answer_field=anser; did you mean 'promt'? did you mean 'anser'?",
         f"{path}:3: prompt: 3; a text is needed",
         f"{path}:3: answer: null; a text is needed",
         f"{path}:3: demonstration: 4; a text is needed",

@@ -173,14 +173,16 @@ def read_rows(path: Path, read: Callable[[dict[str, Any], int, str], Read]) -> l
     return read_lines(path, lambda line, number, place: read(object_of(line, place), number, place))
 
 
-def require(row: Mapping[str, Any], names: tuple[str, ...], place: str, others: str = "the row has") -> None:
+def require(row: Mapping[str, Any], names: tuple[str, ...], place: str, write: str = "") -> None:
     """Check that the row has all fields `names`; raises one DataError at `place` that names those missing (of an empty
-    row the first alone), each with the row's most similar field, or behind the words `others` all of its fields."""
+    row the first alone), each with the row's most similar field, or all of its fields.
+    `write`: what the recipe may say instead."""
     if names and not row:
         raise mistake(place, f"no field {names[0]!r}", "the object is empty")
     if lacking := [name for name in names if name not in row]:
         found = " and ".join(f"no field {name!r}" for name in lacking)
-        raise mistake(place, found, " ".join(dict.fromkeys(nearest(name, row, others) for name in lacking)))
+        like = " ".join(dict.fromkeys(nearest(name, row, "the row has") for name in lacking))
+        raise mistake(place, found, f"write {write}; {like}" if write else like)
 
 
 def note_id(row: Mapping[str, Any], name: str, place: str, seen: dict[str, str]) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any, Self
 
 from stretto.core.errors import Mistakes
@@ -34,6 +35,7 @@ class Columns:
     template_arguments: tuple[tuple[str, object], ...] = ()
     render: Callable[[Mapping[str, Any], str], str] | None = None
     source: str = ""
+    key: str = ""  # what is before the names of its fields in an override of the recipe
     seen: dict[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -46,9 +48,23 @@ class Columns:
             id=config.id_field,
             system_prompt=config.system_prompt,
             as_chat=config.chat_template == "auto",
+            key="task." if isinstance(config, JsonlTask) else "",
             template_arguments=tuple(config.template_arguments.items()),
             **further,
         )
+
+
+def _written(row: Mapping[str, Any], names: Sequence[str], columns: Columns) -> str:
+    """Text of the overrides that name the columns of a row for those of `names` that it lacks: the most similar column,
+    else the only one with a text that has no other use; "" if the row lacks none."""
+    if not (lacking := [name for name in names if name not in row]):
+        return ""
+    used = {columns.prompt, columns.answer, columns.demonstration, columns.id}
+    left = [name for name, value in row.items() if isinstance(value, str) and name not in used]
+    keys = {columns.prompt: "prompt_field", columns.answer: "answer_field"}
+    close = {name: get_close_matches(name, left, n=1) for name in lacking}
+    only = left if len(left) == len(lacking) == 1 else ["NAME"]
+    return " ".join(f"{columns.key}{keys[name]}={(close[name] or only)[0]}" for name in lacking)
 
 
 def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) -> Question:
@@ -66,7 +82,7 @@ def question(row: Mapping[str, Any], number: int, place: str, columns: Columns) 
             jsonl.note_id(row, columns.id, place, columns.seen)
     with mistakes:
         names = (columns.answer,) if columns.render is not None else (columns.prompt, columns.answer)
-        jsonl.require(row, names, place, "prompt_field and answer_field of the recipe name others; the row has")
+        jsonl.require(row, names, place, _written(row, names, columns))
     with mistakes:
         if columns.render is not None or columns.prompt in row:
             given = row[columns.prompt] if columns.render is None else columns.render(row, place)
