@@ -236,6 +236,7 @@ def test_a_broken_part_is_refused_by_its_trial(
     assert all(problem.place == key for problem in refused.value.problems)
     assert [word for word in words if word not in str(refused.value)] == []
     assert f"'broken:{name}'" in str(refused.value)
+    assert "for 1 token" not in str(refused.value), "what is wrong of six tokens is not said of one again"
 
 
 NAMED = [

@@ -100,7 +100,9 @@ def loss_faults(loss: LossSection) -> Iterator[str]:
         policy, tokens = _made_up_tokens(lengths)
         if (selection := loss.selection) is not None:
             kept = selection(policy.detach() - tokens.anchor_logprobs, tokens.advantages)
-            yield from _column("its selection", kept, len(policy), torch.bool)
+            if faults := [*_column("its selection", kept, len(policy), torch.bool)]:
+                yield from faults
+                return
             tokens = replace(tokens, kept=kept)
         terms = loss.surrogate(policy, tokens)
         if not isinstance(terms, Terms):
@@ -111,12 +113,14 @@ def loss_faults(loss: LossSection) -> Iterator[str]:
             *_column("ratio", terms.ratio, len(policy), torch.float32),
             *_column("bounded", terms.bounded, len(policy), torch.bool),
         ]
-        yield from faults
         if not faults and not terms.objective.requires_grad:
-            yield "has an objective without a gradient: it does not depend on policy_logprobs"
+            faults = ["has an objective without a gradient: it does not depend on policy_logprobs"]
         elif not faults:
             (gradient,) = torch.autograd.grad(terms.objective.sum(), policy)
-            yield from _column("the gradient of its objective", gradient, len(policy), torch.float32)
+            faults = [*_column("the gradient of its objective", gradient, len(policy), torch.float32)]
+        if faults:  # the next micro-batch would repeat them
+            yield from faults
+            return
 
 
 def correction_faults(correction: Correction) -> Iterator[str]:
@@ -127,8 +131,13 @@ def correction_faults(correction: Correction) -> Iterator[str]:
         if not isinstance(weights, Weights):
             yield f"returned {type(weights).__name__}, and not Weights(weight, corrected)"
             return
-        yield from _column("weight", weights.weight, len(policy), torch.float32)
-        yield from _column("corrected", weights.corrected, len(policy), torch.bool)
+        faults = [
+            *_column("weight", weights.weight, len(policy), torch.float32),
+            *_column("corrected", weights.corrected, len(policy), torch.bool),
+        ]
+        if faults:
+            yield from faults
+            return
 
 
 def estimator_faults(estimator: EstimatorSection) -> Iterator[str]:
@@ -161,7 +170,7 @@ def _column(name: str, found: object, tokens: int, dtype: torch.dtype) -> Iterat
     if not isinstance(found, Tensor):
         yield f"{name} is {type(found).__name__}, and not a tensor"
     elif found.shape != (tokens,):
-        yield f"{name} has the shape {[*found.shape]} for {tokens} tokens, and not [{tokens}]"
+        yield f"{name} has the shape {[*found.shape]} for {several(tokens, 'token')}, and not [{tokens}]"
     elif (found.dtype == torch.bool) != (dtype == torch.bool) or found.is_complex():
         yield f"{name} is of {found.dtype}, and not of {dtype}"
     elif not bool(found.isfinite().all()):
