@@ -34,7 +34,7 @@ WRITES_DATES = frozenset(
 #: The modules that may ask for what only Linux has, one for each ability; `verify` stands alone.
 OF_LINUX: Mapping[str, str] = {
     "cluster/weights/splicing": "F_SETPIPE_SZ sys.platform",
-    "core/machine": "sched_getaffinity sys.platform CDLL /proc",
+    "core/machine": "sched_getaffinity sys.platform CDLL /proc /sys",
     "forking/command_line": "prctl CDLL /proc",
     "processes/event_loop": "uvloop",
     "processes/kernel": "prctl pidfd_open pidfd_send_signal waitid mallopt memfd_create TCP_KEEPIDLE TCP_USER_TIMEOUT "

@@ -333,6 +333,7 @@ PLANTED: dict[str, list[tuple[str, str, str]]] = {
         ("rewards/loop.py", "import uvloop\n", "rewards/loop.py:1: uvloop is for"),
         ("rewards/mac.py", "import sys\nmac = sys.platform == 'darwin'\n", "rewards/mac.py:2: sys.platform is for"),
         ("rewards/memory.py", "file = f'/proc/{pid}/statm'\n", "rewards/memory.py:1: /proc is for"),
+        ("rewards/quota.py", "file = '/sys/fs/cgroup/cpu.max'\n", "rewards/quota.py:1: /sys is for"),
     ],
     "undeclared": [
         ("rewards/web.py", "import requests.adapters\n", "imports requests, which is no dependency"),

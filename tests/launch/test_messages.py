@@ -7,13 +7,16 @@
 - What would do nothing, or nothing good, is refused or told.
 """
 
+import errno
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from stretto.core.errors import DataError, ModelFolderError, RecipeError, RewardFunctionError, RunFolderError, UserError
+from stretto.launch import train
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
@@ -225,3 +228,14 @@ def test_a_dry_run_refuses_a_run_folder_as_a_start_does_and_makes_nothing(
     laboratory.run(*words, "--dry-run").refused(told)
     assert len([*tmp_path.rglob("*")]) == 2
     laboratory.run(*words).refused(told)
+
+
+def test_what_a_full_disk_needs_is_told_also_where_no_temporary_folder_can_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", none)
+    told = train._room_needed("x: No space left on device", tmp_path)
+    assert "make room there, and go on with `stretto train --resume" in told

@@ -264,8 +264,13 @@ def _room_needed(told: str, run_dir: Path) -> str:
     it writes to, and what to do; "" for another error."""
     if not any(words in told for words in _FULL):
         return ""
-    disks = [place for place in (run_dir, SHARED, Path(tempfile.gettempdir())) if place.exists()]
-    free, place = min((shutil.disk_usage(place).free, place) for place in disks)
+    disks = list[tuple[int, Path]]()
+    for place in (run_dir, SHARED, None):
+        with suppress(OSError):  # it is gone; or every folder for temporary files is full, then there is none
+            disks.append((shutil.disk_usage(found := place or Path(tempfile.gettempdir())).free, found))
+    if not disks:
+        return ""
+    free, place = min(disks)
     remedy = f"make room there, and go on with `stretto train --resume {run_dir}`"
     return f"; of the disk of {place} {free / (1 << 20):.1f} MiB are free: {remedy}"
 
