@@ -17,6 +17,7 @@ import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -302,6 +303,63 @@ async def test_a_guest_that_loads_for_a_step_and_a_half_gets_the_groups_that_can
     advice = "" if helps else " (with rollout.max_staleness = 3 it would help)"
     assert (story.began.count("engine-1") > 6) is helps
     assert f"engine-1 {told}{advice}: no groups until it has caught up" in story.said
+
+
+@pytest.mark.parametrize("second", [1, 4, 7])
+@in_story(kills=True)
+async def test_a_guest_that_is_behind_gets_no_newer_groups_though_all_others_are_down(
+    story: Story, second: int
+) -> None:
+    """It has promised a version, or starts, while the only other engine dies."""
+    async with begun(story):
+        loading = asyncio.create_task(story.pool.keep_loaded())
+        story.pool.publish(1)
+        story.join(fresh=True)
+        groups = list[asyncio.Task[None]]()
+        for step in range(2, 20):
+            story.machines["engine-1"].pull_seconds = 15.0
+            story.pool.publish(step)
+            for tick in range(10):
+                await asyncio.sleep(0.5)
+                if tick == second:
+                    story.pool._engines["engine-0"].process.kill()
+                await asyncio.sleep(0.5)
+                groups.append(asyncio.create_task(story.group(len(groups), seeds=(5, 7, 8))))
+        await asyncio.gather(*groups)
+        loading.cancel()
+    assert story.began.count("engine-1") > 6
+
+
+@in_story(kills=True)
+async def test_a_group_with_newer_tokens_than_a_guest_promises_is_not_sent_there_again_and_again(story: Story) -> None:
+    """One engine loads at once and dies, one loads for less than a step, the guest for a step and a half."""
+    sent, start = itertools.count(), story.pool._router.start
+
+    def counted(*words: Any) -> str | None:
+        assert next(sent) < 5000, "a group goes round and round while no time passes"
+        return start(*words)
+
+    async with begun(story, engines=2):
+        await until(lambda: len(story.pool._router.up) == 2, 0.1)
+        story.pool._router.start = counted  # type: ignore[assignment, method-assign]
+        loading = asyncio.create_task(story.pool.keep_loaded())
+        story.pool.publish(1)
+        story.join(fresh=True)
+        groups = list[asyncio.Task[None]]()
+        for step in range(2, 20):
+            story.machines["engine-1"].pull_seconds, story.machines["engine-2"].pull_seconds = 4.0, 15.0
+            story.pool.publish(step)
+            for second in range(10):
+                await asyncio.sleep(0.5)
+                await story.in_flight.keep(1.0)
+                if second == 1 and step > 5:
+                    story.pool._engines["engine-0"].process.kill()
+                await asyncio.sleep(0.5)
+                numbers = len(groups), len(groups) + 1
+                groups += [asyncio.create_task(story.group(number, seeds=(5, 7, 8))) for number in numbers]
+        await asyncio.gather(*groups)
+        loading.cancel()
+    assert story.began.count("engine-2") > 6
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(3, 8))])

@@ -133,12 +133,16 @@ class EngineHandle:
     @property
     def takes(self) -> bool:
         """Whether the engine may get new requests."""
-        return self._takes(self.publications.live())
+        return self._takes(self.publications.reached())
 
     def _takes(self, version: int) -> bool:
         """Whether the engine may get requests that `version` or a newer one is to sample. One that lags may if it has
         promised to serve such a version soon; they wait for that (`until_it_serves`)."""
-        return self.state is EngineState.UP and (not self.lags or self.publications.promised >= max(0, version))
+        return self.state is EngineState.UP and not self.behind(max(0, version))
+
+    def behind(self, version: int) -> bool:
+        """Whether the engine lags and has not promised to serve `version` or a newer one."""
+        return self.lags and self.publications.promised < version
 
     def _becomes(self, state: EngineState, version: int | None) -> None:
         if self.leaving and state is not EngineState.DOWN:
@@ -207,7 +211,7 @@ class EngineHandle:
                 break
         self.publications.loaded(version)
         self.publications.publish(self.publications.newest, version)  # others may have been published meanwhile
-        self.lags = version < self.publications.live()
+        self.lags = version < self.publications.reached()
         self._becomes(EngineState.UP, version)
 
     def suspect(self, broken_off: Collection[str] = ()) -> None:

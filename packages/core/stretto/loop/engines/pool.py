@@ -86,13 +86,13 @@ class EnginePool:
         begin = partial(EngineHandle.on_this_machine, proving=self.proving, load_interval=load_interval)
         self._engines = {spec.name: begin(spec, logs, deadlines, role, spawner, self.changed) for spec in specs}
         for engine in self._engines.values():
-            engine.publications.live = lambda: self.live
+            engine.publications.follow(lambda: self.live, lambda: self._reached)
         self._own = frozenset(self._engines)
         self._left: dict[str, EngineHandle] = {}  # engines that have left, kept for their counters
         self._counted: dict[str, int] = {}  # version of each engine that counts for `live`
         self._versions: Counter[int] = Counter()  # number of those engines by version
         self._deadlines, self._lag, self._patience, self._say = deadlines, lag, patience, say
-        self.published = -1  # newest version in the mailbox
+        self.published = self._reached = -1  # newest version in the mailbox; newest that was ever live
         self.on_load: Callable[[int], None] = lambda version: None  #: gets `live` whenever it may have changed
         self.keep: Callable[[], Awaitable[None]] = partial(asyncio.sleep, 0)  #: journals what is in flight at a leaver
         self.bound: Callable[[], float] = lambda: 0.0  #: returns the staleness bound of groups admitted now
@@ -136,9 +136,9 @@ class EnginePool:
     def changed(self, engine: EngineHandle) -> None:
         """Take note of a changed state or version of `engine`, for requests, `live` and the roster. Every handle of the
         pool calls this."""
-        before = self.live
         self._count(engine.name, engine.version if engine.counts else None)
-        for one in [engine] if self.live == before else [engine, *self._engines.values()]:
+        self._reached, before = max(self._reached, self.live), self._reached
+        for one in [engine] if self._reached == before else [engine, *self._engines.values()]:
             if (up := one.takes) != self._router.gives(one.name):
                 (self._router.join if up else self._router.leave)(one.name)
         if engine.version is not None:
@@ -203,8 +203,8 @@ class EnginePool:
     def join(self, engine: EngineHandle) -> None:
         """Add a guest engine, and return at once. Background tasks start it, keep it at the newest version while
         `keep_loaded` runs, and replace its process when it dies, until it leaves."""
-        news = engine.publications
-        news.newest, news.live, news.bound = self.published, lambda: self.live, lambda: self.bound()
+        engine.publications.newest = self.published
+        engine.publications.follow(lambda: self.live, lambda: self._reached, lambda: self.bound())
         self._engines[engine.name] = engine
         self._supervised.add(engine.name, self._guarded(engine, self._host(engine)))
 
@@ -283,8 +283,7 @@ class EnginePool:
         that sampled the newest prefix token, it is waited for until it has loaded that.
 
         Raises:
-            EngineLost: the engine broke off, or ended no completion within `deadlines.answer`; it is suspected from
-                then on, unless it was asked to abort the requests.
+            EngineLost: it broke off, or ended no completion within `deadlines.answer`: it is suspected, if not aborted.
             EngineLied: the engine's results are invalid and must not be kept; it is replaced.
             EngineLeft: the engine has left the run, or stopped taking requests before these were sent.
             RefusedRequest: the engine refused the requests.
@@ -293,14 +292,14 @@ class EnginePool:
         """
         completions, ids = sum(len(request.seeds) for request in requests), {request.id for request in requests}
         prefixes = {request.id: request.prefixes or (Segment(),) * len(request.seeds) for request in requests}
-        name = await self._free_engine(completions)
+        # Versions never fall within a completion: the engine needs the version of the last token, or a newer one.
+        stamps = [prefix.stamps for request in requests for prefix in request.prefixes if prefix.stamps]
+        least = max(least, max([stamped[-1][0] for stamped in stamps], default=0))
+        name = await self._free_engine(completions, least)
         engine = self._engines[name]
         engine.open |= ids  # also while it waits: the end of a run aborts what is open, and nothing is sent behind it
         try:
-            # Versions never fall within a completion: the engine needs the version of the last token, or a newer one.
-            stamps = [prefix.stamps for request in requests for prefix in request.prefixes if prefix.stamps]
-            least = max(least, engine.publications.promised)
-            if oldest := max(least, max([stamped[-1][0] for stamped in stamps], default=0)):
+            if (oldest := max(least, engine.publications.promised)) > 0:
                 await engine.until_it_serves(oldest)
             async for completion in engine.client.generate(*requests):
                 engine.restarts.progressed()
@@ -344,8 +343,9 @@ class EnginePool:
             self._router.finish(name, len(texts))
             self._free.set()
 
-    async def _free_engine(self, completions: int) -> str:
-        while (name := self._router.start(completions)) is None:
+    async def _free_engine(self, completions: int, least: int = 0) -> str:
+        engines = self._engines.items()
+        while (name := self._router.start(completions, [name for name, one in engines if one.behind(least)])) is None:
             self._free.clear()  # below: twice `start`, since a replacement that is not ready in time is replaced again
             up, limits = bool(self._router.up), self._deadlines
             awaited, seconds = ("free", limits.answer) if up else ("up", max(2 * limits.start, self._patience))

@@ -42,10 +42,10 @@ class Router:
         """Number of completions in flight on this engine; 0 if it is unknown."""
         return self._load.get(engine, 0)
 
-    def start(self, completions: int) -> str | None:
+    def start(self, completions: int, avoided: Collection[str] = ()) -> str | None:
         """Choose an engine for `completions` completions, add them to its load, and return its name; None while no
-        engine is available. The caller calls `finish` with the same number later."""
-        engine = min(self._free(), key=self._load.__getitem__, default=None)
+        engine but those `avoided` is available. The caller calls `finish` with the same number later."""
+        engine = min((one for one in self._free() if one not in avoided), key=self._load.__getitem__, default=None)
         if engine is not None:
             self._load[engine] += completions
         return engine

@@ -43,6 +43,7 @@ class Publications:
     Attributes:
         newest: newest version in the mailbox (-1: none); the engine loads it as soon as it can.
         live: returns the oldest version that an engine of the pool serves; -1 if none serves one.
+        reached: returns the newest version that was ever live: groups are admitted at it or before.
         bound: for a guest, returns the staleness bound of groups admitted now; 0 for other engines.
         promised: version that an engine which lags loads, or has loaded: it may get groups that are admitted at that
             version or an older one, and samples them once it serves it. -1: it gets none.
@@ -52,6 +53,7 @@ class Publications:
         """Begin without a published version. `interval`: least seconds between two loads (`engine.load_interval`)."""
         self.newest = -1
         self.live: Callable[[], int] = lambda: -1
+        self.reached: Callable[[], int] = lambda: -1
         self.bound: Callable[[], float] = lambda: 0.0
         self.promised = -1
         self._keeps_up = False
@@ -60,6 +62,12 @@ class Publications:
         self._loaded = -math.inf  # time of the last load
         self._news = asyncio.Event()
         self._awaited = 0  # requests that wait until the engine has loaded a version
+
+    def follow(
+        self, live: Callable[[], int], reached: Callable[[], int], bound: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """Set the attributes of these names: the engine has come to a pool."""
+        self.live, self.reached, self.bound = live, reached, bound
 
     def publish(self, version: int, served: int | None) -> None:
         """Note that `version` is the newest in the mailbox now. `served`: version that the engine serves; None: it is
