@@ -62,10 +62,10 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def _shown(name: str) -> dict[str, Any]:
-    """Of `measured` the newest by processors of each maker, AMD and Intel."""
+    """Of `measured` the newest by processors of each maker, AMD and Intel, and each that has a GPU."""
     found: dict[str, tuple[str, Any]] = {}
     for where, results in measured(name).items():
-        found.setdefault(where.split()[0], (where, results))
+        found.setdefault(where.split()[0] if where.endswith("no GPU") else where, (where, results))
     return dict(found.values())
 
 

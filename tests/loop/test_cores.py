@@ -39,12 +39,14 @@ class Measured:
 
     def until(self, role: str, seconds: float) -> dict[str, float]:
         """Let the run go on until a role has taken these seconds of the cores; what they did."""
-        while True:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
             time.sleep(0.05)
             self.clock.read_cores(0.0)
             self.clock.updated()
             if (cores := self.clock.cores)[role] >= seconds:
                 return cores
+        raise AssertionError(f"{role} has not taken {seconds:g} s of the cores in 60 s")
 
 
 def test_a_role_that_spins_counts_and_one_that_sleeps_does_not_and_the_parts_are_the_whole() -> None:

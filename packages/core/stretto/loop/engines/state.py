@@ -1,5 +1,5 @@
 """State of one engine, whichever process it has; the published versions that it has yet to load; its counters and time
-spans."""
+spans; which of several engines do not reply (`silent`)."""
 
 from __future__ import annotations
 
