@@ -73,7 +73,8 @@ def agreeing(dtype: str, *, routed: bool, tokens: int = 0) -> float:
     Args:
         dtype: the coarser dtype of engine and trainer.
         routed: whether the model is a mixture of experts.
-        tokens: number of tokens in the mean; 0: no allowance for a single token that another expert moves in float32.
+        tokens: number of tokens in the mean. In float32 it adds an allowance for one token that another expert moves;
+            0: none.
 
     >>> agreeing("bfloat16", routed=False), agreeing("float32", routed=True, tokens=1800)
     (0.1, 0.002)
@@ -307,8 +308,9 @@ CANARY = "canary"
 
 
 def text(vocabulary: int, context: int, reserved: Collection[int], seed: int) -> tuple[int, ...]:
-    """The canary text of a run: 64 random token ids drawn with the run's seed; `context` − 1 if the model's `context`
-    (in tokens) is shorter. `vocabulary`: number of token ids; `reserved`: token ids that are not drawn.
+    """The canary text of a run: random token ids drawn with the run's seed, 64 or `context` − 1 of them, whichever is
+    less. `vocabulary`: number of token ids; `context`: of the model, in tokens; `reserved`: token ids that are not
+    drawn.
 
     Random tokens make every part of the model matter: their log-probabilities are far from 0, since a trained model is
     never sure of them.

@@ -451,7 +451,7 @@ def naming(place: Path) -> Iterator[None]:
 
 def nearest(name: str, allowed: Iterable[str], others: str = "allowed") -> str:
     """Text of the remedy for an unknown name: the most similar allowed name, or all allowed names, behind the word
-    `others`, if none is similar."""
+    `others`, if none is similar; "" if nothing is allowed."""
     names = dict(zip(map(str.casefold, allowed := sorted(allowed)), allowed, strict=True))
     if close := difflib.get_close_matches(name.casefold(), names, n=1, cutoff=0.6):
         return f"did you mean {names[close[0]]!r}?"

@@ -325,8 +325,8 @@ class Seat:
 
     @property
     def room(self) -> float:
-        """Part of the GPUs' memory that the role can use: `share`, but at most the part not in use now. Less than 1/32
-        in use counts as nothing."""
+        """Part of the GPUs' memory that the role can use: `share`, but at most the part that is free now on the fullest
+        of them. Less than 1/32 in use counts as nothing."""
         used = [1 - gpu.free / gpu.memory for gpu in self.gpus if gpu.memory]
         return min(self.share, 1 - max(used, default=0.0)) if max(used, default=0.0) > _BUSY else self.share
 

@@ -265,7 +265,8 @@ def _attribute(place: str, module: str, attribute: str, found: object) -> object
 
 
 def _defined(found: object) -> list[str]:
-    """List the names of functions and classes that a module or class defines itself; imported ones are left out."""
+    """List the public names of functions and classes that a module or class defines itself; imported ones are left
+    out."""
     home = getattr(found, "__name__" if inspect.ismodule(found) else "__module__", None)
     items = getattr(found, "__dict__", {}).items()
     return [name for name, one in items if name[0] != "_" and getattr(one, "__module__", None) == home]

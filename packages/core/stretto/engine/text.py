@@ -147,7 +147,7 @@ class StopFinder:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Count the characters at the end of `text` that may be the beginning of `stop`."""
+    """Length of the longest end of `text` that is the beginning of `stop`, but not all of it; 0 if there is none."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)
 

@@ -149,8 +149,8 @@ def prepare(
 
 
 def place_of_run(recipe_path: Path, run_dir: Path | None) -> Path:
-    """Return the folder of a run of this recipe. Raises RunFolderError for a `run_dir` with a variable or a ``~`` that
-    no shell has replaced."""
+    """Return the folder of a run of this recipe: `run_dir`, or, if that is None, ``runs/RECIPE-YYYYMMDD-HHMMSS``;
+    nothing is created. Raises RunFolderError for a `run_dir` with a variable or a ``~`` that no shell has replaced."""
     if run_dir is None:
         return Path("runs") / f"{recipe_path.stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if remedy := unreplaced(str(run_dir), run_dir):

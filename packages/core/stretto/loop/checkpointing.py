@@ -99,7 +99,8 @@ class Checkpointing:
             await self._saving
 
     async def close(self) -> None:
-        """Cancel the checkpoint in progress, if any; it leaves no trace."""
+        """Wait no longer for the checkpoint in progress, if any. Its thread goes on: it completes the checkpoint or
+        leaves no trace of it."""
         if self._saving is not None:
             await cancel_and_wait([self._saving])
 

@@ -275,6 +275,7 @@ class TrainerLink:
         """Send `order`, again to each replacement if the trainer dies, until there is a reply; returns the reply.
 
         `kind`: expected type of the reply. `seconds`: deadline of each try; `awaited` names the wait in its error.
+        Raises RoleDied if the trainer may not be replaced again.
         """
         while True:
             try:

@@ -144,7 +144,8 @@ def _here() -> bytes:
 
 
 def let_go(folder: Path, held: int, *, kept: bool = False) -> None:
-    """Remove a `temporary_folder`; `kept`: remove only its lock, and leave it to the user."""
+    """Remove a `temporary_folder` and close `held`, the descriptor of its lock. `kept`: remove only the lock, and leave
+    the folder to the user."""
     if kept:
         (folder / TEMPORARY).unlink(missing_ok=True)
     else:

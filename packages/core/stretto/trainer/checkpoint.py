@@ -156,8 +156,8 @@ def _wait_for_files(folder: Path, ranks: Ranks) -> None:
 
 
 def _all_read(folder: Path, ranks: Ranks) -> bool:
-    """Whether every rank finds the same files at this path as rank 0: names, sizes and ``trainer.json`` are equal.
-    OSError if a folder with files has no ``trainer.json``."""
+    """Whether every rank (all must call it) finds the same files at this path as rank 0: names, sizes and
+    ``trainer.json`` are equal. OSError if a folder with files has no ``trainer.json``."""
     files = sorted((path.name, path.stat().st_size) for path in folder.glob("*") if path.is_file())
     position = (folder / _POSITION).read_bytes() if files else b""
     number = int.from_bytes(hashlib.sha256(repr((files, position)).encode()).digest()[:7])
@@ -205,8 +205,9 @@ def load(folder: Path, optimizer: Optimizer) -> int:
 
 
 def _read(folder: Path, found: dict[str, Tensor], scale: float | None) -> TrainerPosition:
-    """Fill `found` from the folder; each rank reads its own part. Raises StoreError if the checkpoint is of another
-    model, the reader's error if it is damaged. `scale`: of the adapters here (`TrainerPosition`)."""
+    """Fill `found` from the folder, and return the checkpoint's position; each rank reads its own part. Raises
+    StoreError if the checkpoint is of another model, the reader's error if it is damaged. `scale`: of the adapters here
+    (`TrainerPosition`)."""
     reader, position = _checked(folder, found, scale)
     state_dict_loader.load(found, storage_reader=reader)
     return position

@@ -131,8 +131,8 @@ class HttpEngine:
 
     async def _parts(self, connection: Connection, awaited: str) -> list[bytes]:
         """The next bytes of a reply, none at its end. A completion may take any time as long as the engine computes
-        tokens, for it or for others, since the length of each completion is limited. `awaited`: what the error names
-        as overdue."""
+        tokens, for it or for others, since the length of each completion is limited. Raises DeadlineExceeded, which
+        names `awaited` as overdue, once it has computed none for `answer_seconds`."""
         with suppress(DeadlineExceeded):  # most completions end before the engine's health must be asked for
             async with deadline(self._owner, awaited, self._answer_seconds / _LOOKS):
                 return await connection.parts()
@@ -154,9 +154,9 @@ class HttpEngine:
         raise EngineLost(self.name, "ended a feed")
 
     async def submit(self, feed: str, requests: Sequence[GenerateRequest], *, every_token: bool) -> None:
-        """Submit requests, which start in the same step, to an open feed. `every_token`: the feed gets each token
-        in the step that samples it; else it gets completions as they end. Raises RefusedRequest if one of them is
-        invalid; then none is accepted."""
+        """Submit requests, which start in the same step, to an open feed. `every_token`: the feed gets each token in
+        the step that samples it; else it gets completions as they end. Raises RefusedRequest if one of them is invalid
+        or the feed is not open; then none is accepted."""
         order = SubmitRequest(feed, list(requests), every_token)
         await self._exchange("/submit", order, "the acceptance of requests", self._health_seconds)
 

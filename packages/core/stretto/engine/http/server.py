@@ -271,7 +271,7 @@ async def run_server(engine: NativeEngine, subscriber: Subscriber, listen: str, 
 
 async def serve_app(app: EngineApp, listen: str, run: Run, tls: str = "") -> None:
     """Serve `app` at the address `listen` and run the engine's loop `run`, until either ends. Then both have ended.
-    `tls`: folder of certificates, "" for none.
+    `tls`: folder of certificates for a TCP address, "" for none; a Unix socket has no TLS.
 
     Raises:
         RecipeError: the address is not available, or the certificates cannot be used.

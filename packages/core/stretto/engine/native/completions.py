@@ -115,7 +115,8 @@ class Completions:
         return self._history[row, : self.lengths[row] - 1]
 
     def note_mixed(self, rows: list[int]) -> None:
-        """Note that these rows keep KV entries of an earlier version, which later tokens attend to."""
+        """Let `sampled_with` find no tokens of these rows until `note_recomputed`: the rows keep KV entries of an
+        earlier version, which later tokens attend to."""
         self._own[rows] = _NOWHERE
 
     def note_recomputed(self, rows: list[int]) -> None:

@@ -297,8 +297,9 @@ class NativeEngine:
 
     def prove(self, canary: Canary) -> Scores:
         """Answer a canary: compare the weights in memory with its digests, and score its text with the forward pass of
-        `step`. The last `DECODED` tokens are computed one at a time over a KV cache, the others together. Completions
-        and their cache are not changed."""
+        `step`. The last `DECODED` tokens are computed one at a time over a KV cache, the others together. KV entries of
+        earlier weights that the last update should have dropped count as a differing tensor. Completions and their
+        cache are not changed."""
         start = time.monotonic()
         differing, compared = self._parameters.differing(canary.digests)
         logprobs, decoded = self._prover.text(canary.token_ids)

@@ -189,7 +189,7 @@ class Scheduler:
         return self._leave(row)
 
     def interrupt(self) -> None:
-        """Make all running rows pending again, before rows that never ran."""
+        """Make all running rows pending again, oldest first and before rows that never ran; their slots are free."""
         self._pending.extendleft(sorted(self._running, key=self._ages.__getitem__, reverse=True))
         self._running.clear()
         self._slots[:] = 0
@@ -241,7 +241,8 @@ class Scheduler:
             raise BoundViolated(f"rows {self.running} run before older ones: pending are {self.pending}")
 
     def _fits(self, slot: int) -> bool:
-        """Whether a completion may start in a slot of this many tokens."""
+        """Whether a completion may start in a slot of this many tokens: beside running ones, the part `GROWTH` of the
+        budget must stay free."""
         growth = int(GROWTH * self._cache_tokens) if self._running else 0
         return self._held + slot + growth <= self._cache_tokens
 

@@ -70,8 +70,8 @@ class Machines:
         self._parts.report(f"weights.medium is {medium.medium}: {medium.reason}")
 
     async def supervise(self) -> NoReturn:
-        """Replace services for other machines that die, until an error ends the run. This class has none, and waits
-        until it is cancelled. Raises RoleDied if a service has used up its restart budget."""
+        """Replace those services for other machines that have died, until an error ends the run. This class has none,
+        and waits until it is cancelled. Raises RoleDied if a service has used up its restart budget."""
         await asyncio.get_running_loop().create_future()
         raise AssertionError("nobody sets it")
 

@@ -92,7 +92,8 @@ class Roles:
         return work.generated, work.recomputed, self.engines.busy(), *roles
 
     def work(self) -> Work:
-        """Return the tokens and busy seconds of all roles so far; for engines, as of the last poll."""
+        """Return the tokens and busy seconds of all roles so far; for engines, as of the last poll. The seconds of the
+        reward workers are their mean, those of the conductor CPU time."""
         busy = self.engines.busy() | {
             "trainer": self.trainer.busy_seconds,
             "rewards": self.rewards.busy_seconds / self.rewards.workers,
@@ -108,8 +109,8 @@ class Roles:
         )
 
     def spent(self) -> dict[str, dict[int, float]]:
-        """Return the CPU seconds so far by role and process id, of roles on this machine, descendant processes
-        included."""
+        """Return the CPU seconds so far by role and process id, of roles on this machine, each with its descendant
+        processes, and of the conductor alone."""
         pids = self.engines.pids() | self._pids()
         found = {role: {pid: spent_seconds(pid) for pid in theirs} for role, theirs in pids.items()}
         return found | {"conductor": {os.getpid(): time.process_time()}}

@@ -398,8 +398,8 @@ def _rows(recipe: Recipe, questions: Sequence[Question], takes: Sequence[str] | 
 
 
 def _difference(first: Row, row: Row, takes: Sequence[str] | None) -> str:
-    """Name of the first field that the rewards take (`takes`; None: all) in which two rows differ, or "source"; "" if
-    there is none."""
+    """Quoted name of the first field that the rewards take (`takes`; None: all) in which two rows differ, or "source";
+    "" if there is none."""
     one, other = (json.loads(each.fields or "{}") for each in (first, row))
     for name in {**one, **other} if takes is None else takes:
         if (name in one, one.get(name)) != (name in other, other.get(name)):

@@ -136,8 +136,8 @@ class EngineHandle:
         return self._takes(self.publications.reached())
 
     def _takes(self, version: int) -> bool:
-        """Whether the engine may get requests that `version` or a newer one is to sample. One that lags may if it has
-        promised to serve such a version soon; they wait for that (`until_it_serves`)."""
+        """Whether the engine may get requests that `version` or a newer one is to sample: it is UP, and, if it lags,
+        has promised to serve such a version soon; they wait for that (`until_it_serves`)."""
         return self.state is EngineState.UP and not self.behind(max(0, version))
 
     def behind(self, version: int) -> bool:

@@ -114,11 +114,11 @@ class EnginePool:
         return {name: engine.spec.address for name, engine in self._engines.items()}
 
     def engine(self, name: str) -> EngineHandle:
-        """The engine with this name, for a caller that sends it requests of its own."""
+        """The engine with this name, which must be in the pool, for a caller that sends it requests of its own."""
         return self._engines[name]
 
     async def suspect_silent(self) -> None:
-        """Ask all engines for a reply and suspect the silent ones (`silent`), which `supervise` then replaces."""
+        """Suspect those engines that take requests and are `silent` when asked; `supervise` replaces them."""
         asked = {name: engine.client for name, engine in self._engines.items() if engine.takes}
         for name in await silent(asked, self._deadlines) & self._engines.keys():
             self._engines[name].suspect()
@@ -447,8 +447,8 @@ class EnginePool:
         return sum(engine.counters.total(counter) for engine in self._all)
 
     def pressure(self) -> Pressure | None:
-        """Load of the engines that take requests, as of the last poll, and number of completions preempted since the
-        last call; None while none of these engines has replied to a poll."""
+        """Load of the fullest engine that takes requests, as of the last poll, with the number of these engines and of
+        completions preempted since the last call; None while none of these engines has replied to a poll."""
         before, self._preempted = self._preempted, self.counted(lambda health: health.preempted)
         counters = [one.counters.health for one in self._engines.values() if one.takes]
         told = [health.needed for health in counters if health is not None]
@@ -460,7 +460,7 @@ class EnginePool:
         return frozenset(self._left.keys() - self._engines.keys())
 
     def shares(self) -> dict[str, float]:
-        """Newest distance of each engine in the pool from the trainer, as a share of its tolerance (over 1: no)."""
+        """Newest distance from the trainer by engine of the pool, as a share of its tolerance; above 1: refused."""
         return {name: share for name, share in self.proving.shares().items() if name in self._engines}
 
     def busy(self) -> dict[str, float]:

@@ -100,7 +100,8 @@ class Publications:
         return told + (f" (with rollout.max_staleness = {self.needed(version)} it would help)" if self.bound() else "")
 
     def begins(self, version: int) -> None:
-        """Note that the engine, which lags, loads `version` now: it promises it if its last load kept up."""
+        """Note that the engine, which lags, loads `version` now. If its last load kept up, this is its promise
+        (`promised`) from now on; else nothing changes."""
         if self._keeps_up:
             self.promised = version
             self.serves(version - 1)  # for `late`, which is about the promise now
@@ -143,7 +144,8 @@ class Publications:
             self._awaited -= 1
 
     def loaded(self, version: int) -> None:
-        """Note that the engine has loaded `version` now."""
+        """Note that the engine has loaded `version` now; the next `interval` begins. If it has not kept up, what it
+        promised is taken back."""
         self._loaded = asyncio.get_running_loop().time()
         self._keeps_up = self.keeps_up(version)
         if not self._keeps_up:
@@ -151,7 +153,7 @@ class Publications:
 
     def serves(self, version: int | None) -> None:
         """Note which version the engine serves: this version and older ones are no longer missing. None: the engine is
-        down, and no version is missing."""
+        down, no version is missing, and what it promised is taken back."""
         if version is None:
             self.breaks()
         while self._missing and (version is None or self._missing[0][0] <= version):
@@ -242,9 +244,9 @@ class EngineCounters:
 
 
 async def silent(engines: Mapping[str, Engine], deadlines: DeadlinesConfig) -> set[str]:
-    """Ask each engine, by its name, for its health; return the names of those that do not reply in time. Once one has
-    replied, the others have twice its time, at least `deadlines.hung` seconds. Until then the machine may be busy: all
-    have `deadlines.answer` seconds."""
+    """Ask each engine, by its name, for its health; return the names of those that do not reply in time, without those
+    whose connection fails. Once one has replied, the others have twice its time, at least `deadlines.hung` seconds.
+    Until then the machine may be busy: all have `deadlines.answer` seconds."""
     replies = {asyncio.ensure_future(engine.health()): name for name, engine in engines.items()}
     began, first, open_ = time.monotonic(), math.inf, set(replies)
     try:

@@ -110,7 +110,8 @@ def line(sample: SampledCompletion) -> str:
 
 
 def _short(text: str, room: int) -> str:
-    """Quote a text. If it has more than `room` characters, keep its start and its end, where the final answer is.
+    """Quote a text in at most `room` characters, quotes included: of a longer one keep its start and its end, where the
+    final answer is.
 
     >>> _short("3+8=11", 20), _short("three and eight are eleven", 20)
     ("'3+8=11'", "'three a ... eleven'")

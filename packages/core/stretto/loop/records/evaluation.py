@@ -153,8 +153,8 @@ class Evaluation(Record, frozen=True):
         return " (95% interval {:.4f} to {:.4f})".format(*self.intervals[name]) if name in self.intervals else ""
 
     def as_json(self) -> str:
-        """Format the evaluation as a JSON object: all fields, and in addition `accuracy` (also as `avg`), `questions`,
-        `samples` and `length_mean`."""
+        """Format the evaluation as a JSON object: all fields, and in addition `accuracy` (also as `avg`; null if no
+        completion has a verdict), `questions`, `samples` and `length_mean`."""
         accuracy = self.accuracy if self.undecided < self.samples else None  # without one verdict it is unknown
         more = {
             "accuracy": accuracy,

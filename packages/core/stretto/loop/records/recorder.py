@@ -140,8 +140,8 @@ class Recorder:
         self._conducting = True
 
     def gives_up(self) -> None:
-        """Note how many tokens are stopped before the end of the run aborts the completions in flight: `rl_ends` then
-        counts the tokens of these as unfinished."""
+        """Keep the number of stopped tokens as it is now, before the end of the run aborts the completions in flight:
+        `rl_ends` then counts the tokens of these as unfinished, not as stopped."""
         self._stopped = self.totals().stopped
 
     def rl_ends(self) -> None:

@@ -41,7 +41,8 @@ Count = TypeVar("Count", int, float)
 
 def carried_over(totals: Totals, kept: int) -> Totals:
     """Return the totals with which a resumed run begins: `totals`, but all tokens that are not in the ledger count as
-    stopped, and the final accuracy is not yet known. All earlier work counts, including that of repeated steps.
+    stopped, none as unfinished, and the final accuracy and rewards are not yet known. All earlier work counts,
+    including that of repeated steps.
 
     Args:
         totals: the last totals of the earlier processes.
@@ -67,7 +68,7 @@ class Work:
 
 def run_seconds() -> tuple[float, float]:
     """CPU seconds of this process and its descendants, and those of all processes on the cores that it may use; the
-    second is 0 where the system tells neither."""
+    second is 0 where the system does not tell it."""
     return spent_seconds(os.getpid()), busy_seconds()
 
 
@@ -127,8 +128,8 @@ class RunClock:
         return self._earlier.wall_seconds + time.monotonic() - self._since
 
     def read_cores(self, apart: float = _APART) -> None:
-        """Read what the processes of the run and of the machine have spent, unless it was less than `apart` seconds
-        ago."""
+        """Read what the processes of the run and of the machine have spent, unless the last reading was less than
+        `apart` seconds ago, or the cores' time is not measured."""
         if (now := time.monotonic()) - self._read < apart or not self._taken[1]:
             return
         self._read = now
@@ -146,7 +147,8 @@ class RunClock:
     def cores(self) -> dict[str, float]:
         """Seconds of the cores that the run may use, as of the last reading: what each role took from the first prompt
         to the last update, and the rest by what had it (`totals.REST` and others), which add up to cores × wall
-        seconds. Empty where the system does not tell them."""
+        seconds. Earlier processes of the run are included; without a reading in this one, theirs alone (empty where the
+        system tells none)."""
         if not self._now:
             return dict(self._earlier.cores)
         begin = self._now if self._at_begin is None else self._at_begin
@@ -170,7 +172,8 @@ def span_offset(known: tuple[float, float] | None, monotonic: float, unix: float
     written.
 
     Args:
-        known: the fact `SPAN_AXIS`; None: no earlier process has recorded it, and this clock is the axis.
+        known: the fact `SPAN_AXIS`: (Unix time at 0 of the axis, end of the last span on it); None: no earlier process
+            has recorded it, and this clock is the axis.
         monotonic, unix: both clocks at the start of this process.
 
     >>> span_offset((1_000_000.0, 70.0), monotonic=20.0, unix=1_000_100.0)

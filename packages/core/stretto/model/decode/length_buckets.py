@@ -134,7 +134,7 @@ class Bucket:
         torch._foreach_copy_(targets, sources)
 
     def free(self, slot: int) -> None:
-        """Take a slot from its row; its entries stay until another row gets it."""
+        """Make a used slot free; its entries stay until another row gets the slot."""
         self._rows = None
         self.owners[slot] = FREE
         self.free_slots.append(slot)

@@ -230,7 +230,7 @@ CREATE TABLE events (at REAL NOT NULL, name TEXT NOT NULL, detail TEXT NOT NULL)
 
 
 def page_for(tokens: int) -> int:
-    """Page size of a new ledger whose batches have at most so many sampled tokens."""
+    """Page size, in bytes, of a new ledger whose batches have at most so many sampled tokens."""
     return LARGE_PAGE if tokens * _TOKEN_BYTES >= _LARGE_BATCH else PAGE
 
 

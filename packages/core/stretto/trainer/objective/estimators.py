@@ -117,7 +117,7 @@ def gae(
 
 
 def reward(groups: Groups) -> Scores:
-    """The reward itself."""
+    """The reward itself, less its KL."""
     return _rewards(groups)
 
 
