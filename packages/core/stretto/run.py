@@ -236,7 +236,7 @@ class Run:
     @property
     def metrics(self) -> list[StepMetrics]:
         """Measurements of all training steps so far (docs/reference/metrics.md). Raises StoreError if a line of
-        ``metrics.jsonl`` cannot be read."""
+        ``metrics.jsonl`` is damaged, OSError if the file cannot be read."""
         return read_metrics(self._folder.metrics)[0]
 
     @property

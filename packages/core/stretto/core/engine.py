@@ -56,7 +56,8 @@ class EngineHealth(Record, frozen=True):
 
 
 class Progress(NamedTuple):
-    """New tokens of a completion. In the last `Progress` of a completion the segment has a stop reason."""
+    """New tokens of a completion. In the last `Progress` of a completion the segment has a stop reason. `top_logprobs`:
+    of each token, empty if not wanted."""
 
     request: str
     member: int
@@ -66,7 +67,7 @@ class Progress(NamedTuple):
 
 class NewToken(Record, frozen=True, array_like=True, gc=False):
     """A token that one step has sampled for the completion `member` of `request`, whose tokens before it were passed on
-    already."""
+    already. `logprob`: at sampling, in nats. `likeliest`: its top log-probabilities, if wanted."""
 
     request: str
     member: int

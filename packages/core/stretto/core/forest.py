@@ -65,7 +65,8 @@ def paths(segments: Sequence[Segment]) -> list[Path]:
 
 
 def _ways(segments: Sequence[Segment]) -> list[tuple[bool, tuple[int, ...]]]:
-    """Return the path to each leaf, in the form of `way_to`."""
+    """Return the path to each leaf, in the order of the leaves: whether it begins with the prompt, and the indices of
+    its segments from the root."""
     if all(segment.parent is None for segment in segments):  # the usual case: no branches
         return [(True, tuple(range(len(segments))))]
     parents = {parent_of(segments, place) for place in range(len(segments))}

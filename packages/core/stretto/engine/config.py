@@ -141,8 +141,10 @@ class EngineConfig(BaseModel, extra="forbid", frozen=True):
 @dataclass(frozen=True)
 class Capabilities:
     """Requirements and limits of one make of server. `packages`: names that its Python package may have; empty: it has
-    none. `oldest`, `broadcast`: oldest releases for stretto, and for weights by a collective. `without_window`,
-    `without_head`: model types whose sliding window, or output matrix, it ignores."""
+    none. `oldest`, `broadcast`: oldest releases for stretto, and for weights by a collective. `filtered_logprobs`: its
+    log-probabilities follow top_p, top_k and min_p. `cpu_head_dims`: head sizes on a CPU; empty: any. `process_bytes`:
+    memory of its processes without a model. `without_window`, `without_head`: model types whose sliding window, or
+    output matrix, it ignores."""
 
     name: str
     packages: tuple[str, ...]  # alternative package names; empty: not a Python package

@@ -380,6 +380,7 @@ def _where_it_ended(folder: RunFolder, plan: Plan, ledger: Ledger) -> StartState
     """Return the starting point of a resumed run.
 
     Raises:
+        RecipeError: this version of stretto does not accept the recorded recipe.
         RunFolderError: settings, model or questions have changed that may not change; the checkpoint is of another
             model; or more steps are done than asked for.
         StoreError: the ledger, a line of the metrics, or every checkpoint is damaged.

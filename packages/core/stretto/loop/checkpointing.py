@@ -70,7 +70,8 @@ class Checkpointing:
 
         Raises:
             StoreError: the folder of the policies has vanished.
-            RoleDied, RoleFailed, DeadlineExceeded: as `TrainerLink.save_policy`.
+            RoleDied, RoleFailed: the trainer died too often, or reported an error.
+            DeadlineExceeded: it took longer than `deadlines.save`.
         """
         if self._folder.policy(version).exists():  # the folder is renamed into place, so it is complete
             return
@@ -126,7 +127,8 @@ class Checkpointing:
         deletes what no resume needs any more (`Ledger.forget`).
 
         If the trainer dies meanwhile, returns without a checkpoint, and `after` tries again at the next step. After
-        more than `deadlines.trainer_restarts` such attempts in a row, raises CheckpointLost.
+        more than `deadlines.trainer_restarts` such attempts in a row, raises CheckpointLost. Raises DeadlineExceeded if
+        a checkpoint takes longer than 3 × `deadlines.save`.
         """
         loop, on_copied = asyncio.get_running_loop(), partial(copied.set_result, None)
 

@@ -107,7 +107,7 @@ class BestPolicy:
 
     @property
     def why(self) -> str:
-        """Reason why the run should end; empty while it should go on."""
+        """Reason why the run should end: the goal is reached, or patience is used up; empty while it should go on."""
         if self._goal and self._reached >= self._goal_holds:
             reached = several(self._reached, "evaluation")
             return f"accuracy {self._goal:g} reached in {reached} in a row (evaluation.goal)"

@@ -284,7 +284,8 @@ class TrainerLink:
                 await self._supervisor.replace(death.how)
 
     async def _begin_anew(self) -> list[Update]:
-        """End the previous process, if it still runs, and `_begin` with a new one at the same version."""
+        """End the previous process, if it still runs, and `_begin` with a new one at the same version. Returns and
+        raises as `_begin`."""
         self._channel.close()
         await self.process.stop(0.0)
         self._new_process()

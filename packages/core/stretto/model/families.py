@@ -213,8 +213,8 @@ def _by_place(texts: Sequence[Any], logits: Tensor) -> Iterator[tuple[int, int, 
 
 
 def _decoded(model: PreTrainedModel, texts: Sequence[Any]) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (text, position, log-probabilities) as `_by_place` does, from steps over the KV cache, token by token. The
-    first `_STARTED` - 1 tokens of each text are context, and yield nothing."""
+    """Yield (number of the text, position, log-probabilities of the next token), from steps over the KV cache, token by
+    token. The first `_STARTED` - 1 tokens of each text are context, and yield nothing."""
     policy = DecodePolicy(model)
     contexts = [Context(text[: _STARTED - 1], (at,)) for at, text in enumerate(texts)]
     for length in range(_STARTED, max(map(len, texts)) + 1):

@@ -66,8 +66,10 @@ DivideRow = Callable[[Tensor, Tensor, Tensor], RowPart]
 @dataclass(frozen=True)
 class Packing:
     """Positions of the sequences in a packed row, as index tensors for all layers of a forward. *Cells* are the places
-    of the padded batches (*buckets*, of sequences of similar length) in which attention is computed. `shared_cells`,
-    `shared_tokens`: cells of tokens that belong to another sequence, and these tokens.
+    of the padded batches (*buckets*, of sequences of similar length) in which attention is computed. `starts`: index of
+    each sequence's first own token. `token_of_cell`, `cell_of_token`: token of each cell (padding repeats the last of
+    its row), and cell of each token. `shared_cells`, `shared_tokens`: cells of tokens that belong to another sequence,
+    and these tokens.
 
     Example: ``pack([3, 2, 3], prefixes=[(0, 0), (1, 0), (0, 2)])`` is the drawing in the module's docstring: positions
     ``[[0, 1, 2, 0, 1, 2]]``, buckets (2 rows, 3) and (1 row, 2), 8 cells for 6 tokens.
@@ -184,7 +186,8 @@ def _buckets(descending: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def _refuse_impossible(lengths: Sequence[int], prefixes: Sequence[tuple[int, int]]) -> None:
-    """Raise the ValueError of `pack` for sequences that cannot be laid out."""
+    """Raise ValueError if there is no sequence, one has no own token, or a shared prefix is longer than its source, or
+    its source shares a prefix itself."""
     if not lengths:
         raise ValueError("a packing holds at least one sequence")
     for s, (length, (source, prefix)) in enumerate(zip(lengths, prefixes, strict=True)):

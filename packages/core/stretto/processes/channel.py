@@ -134,6 +134,7 @@ class ConductorEnd(Generic[Received]):
         Raises:
             DeadlineExceeded: the role did not take the message within 60 seconds.
             RoleDied: the role closed its end.
+            WireError: the message has 4 GiB or more.
         """
         assert self._writer is not None, "open() comes first"
         try:

@@ -22,7 +22,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 class StopSignal:
     """Handles SIGINT, SIGTERM and SIGHUP: the first requests a stop, a further one cancels the task that created this
-    object. Create it inside the running event loop. Signals that the parent process ignores stay ignored."""
+    object; the same signal again within `ONCE` seconds counts as one. Create it inside the running event loop. Signals
+    that the parent process ignores stay ignored."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()

@@ -162,6 +162,7 @@ class Checkpoints:
 
         Raises:
             RunFolderError: a newer checkpoint is complete; nothing is renamed.
+            OSError: a newer one can be neither renamed nor removed.
         """
         self.take_back(locked=True)
         for newer in (step for step in reversed(self.steps()) if step > version):

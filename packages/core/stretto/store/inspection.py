@@ -105,8 +105,9 @@ class CanaryProof(Record, frozen=True, omit_defaults=True):
 
 class Inspection(Record, frozen=True):
     """A run in numbers. `state`: running, finished, stopped (by a signal) or dead; `reason`: why it is not running.
-    `busy`: role: share of `rl_seconds` in which it worked. `interrupted`: number of trajectories that an update of the
-    weights interrupted; `multi_version`: of those with tokens of two or more versions."""
+    `busy`: role: share of `rl_seconds` in which it worked. Accuracies: None if not measured. `interrupted`: number of
+    trajectories that an update of the weights interrupted; `multi_version`: of those with tokens of two or more
+    versions."""
 
     steps: int
     version: int

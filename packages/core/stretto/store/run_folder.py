@@ -120,7 +120,7 @@ class RunFolder:
 
     @staticmethod
     def check_new(path: str | Path) -> None:
-        """Check that `create` could make this folder, without making anything. Raises as `create`."""
+        """Check that `create` could make this folder, without making anything. Raises RunFolderError as `create`."""
         folder = place = Path(path)
         found: os.stat_result | None = None
         while found is None:

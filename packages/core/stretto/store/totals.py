@@ -54,8 +54,9 @@ class Totals(Record, frozen=True):
 
     Tokens: `generated` for training prompts; of these, `stopped` in completions aborted for good, and `unfinished` in
     flight when the run ended; `recomputed`: with a KV cache computed again; `evaluated`: sampled for evaluations.
-    `busy`: seconds of work by role; `activities`: the same by role and span name. `cores`: seconds of the cores that
-    the run may use, by the role that took them, or by `STARTING`, `ENDING`, `REST`, `OTHERS` and `IDLE`.
+    `busy`: seconds of work by role; `activities`: the same by role and span name; `beside`: of further spans, not in
+    `busy`. `starting_seconds`: until the first prompt was admitted. `cores`: seconds of the cores that the run may use,
+    by the role that took them, or by `STARTING`, `ENDING`, `REST`, `OTHERS` and `IDLE`.
     """
 
     max_staleness: float | None  # None: no bound; JSON turns infinity into None

@@ -37,7 +37,11 @@ class TrainerSpec(Record, frozen=True):
     descriptor of this process's end of the channel to the conductor; set at the start. `kernels`: file that keeps the
     run's choice of kernels; None: no file. `published`: dtype of published floating-point numbers; None: the trainer's
     dtype. `held`: dtype in which engines hold weights. `hung`, `collective`, `assembly`: deadlines in seconds of a
-    rank's heartbeat, of a collective, and of remote ranks to join. `canary`: its text, as token ids.
+    rank's heartbeat, of a collective, and of remote ranks to join. `canary`: its text, as token ids. `rank_host`:
+    address at which other ranks join ("": loopback); `tls`: folder of certificates between ranks ("": no TLS).
+    `tokens`: None: no per-token results. `path`: folder searched first for the user's modules. `gpus`: ids that the
+    ranks of a machine see (empty: all); `share`: part of a GPU's memory that a rank may take. `evidence`: tokens by
+    which engines are judged.
     """
 
     model: str

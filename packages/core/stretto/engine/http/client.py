@@ -315,7 +315,8 @@ def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
 
 
 def error_of(told: Refusal) -> WireError | EngineLost:
-    """The error, to be raised by the caller, that an engine has told."""
+    """The error that an engine has told, to be raised by the caller: RefusedRequest, EngineLost, EngineLied or
+    TornPublication if `told` names it, else WireError."""
     if told.error == "RefusedRequest":
         return RefusedRequest(told.field, told.found, told.allowed)
     if told.error in ("EngineLost", "EngineLied"):

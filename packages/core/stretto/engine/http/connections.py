@@ -74,7 +74,8 @@ class Connection(asyncio.Protocol):
         self._transport.write(f"{method} {path} HTTP/1.1\r\nhost: {self._host}\r\n{headers}".encode() + body)
 
     async def read(self) -> bytes:
-        """Wait for the next part of the response's body; empty at its end. Otherwise as `parts`."""
+        """Wait for the next part of the response's body; empty at its end. The caller sets the deadline. Raises
+        EngineLost if the connection breaks before the end, or the response is not HTTP."""
         parts = await self.parts()
         return parts[0] if len(parts) == 1 else b"".join(parts)
 

@@ -37,7 +37,8 @@ Run = Callable[[], Coroutine[Any, Any, None]]
 
 
 class OpenWork(Protocol):
-    """The open requests of an application, for which an ending server waits."""
+    """The open requests of an application, for which an ending server waits. `stopping`: these are finished, new ones
+    refused."""
 
     stopping: bool  # open requests are finished, new ones refused
 

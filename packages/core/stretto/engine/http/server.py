@@ -138,8 +138,8 @@ class EngineApp:
         await self._router(scope, receive, send)
 
     async def stream_completions(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream each completion of the requests as it ends, or reply with a refusal if one is invalid. If the client
-        disconnects, the rest is aborted."""
+        """Stream each completion of the requests as it ends, or reply with a refusal if one is invalid, the body is too
+        large, or the engine is stopping or full. If the client disconnects, the rest is aborted."""
         try:
             body = await read_body(scope, receive, self._largest)
             if body is None:
@@ -199,7 +199,7 @@ class NativeApp(EngineApp):
     share its feed, so that a step costs one message for each client."""
 
     def __init__(self, generation: Generation, largest: int = LARGEST_BODY, key: str = "") -> None:
-        """`largest`, `key`: as of `EngineApp`."""
+        """`largest`: most bytes of a request body. `key`: secret that clients must send; "" for a private socket."""
         super().__init__(generation, largest, key)
         self._generation, self._feeds = generation, dict[str, Feed]()
         self._router.routes += [

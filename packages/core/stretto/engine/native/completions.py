@@ -120,8 +120,8 @@ class Completions:
         self._own[rows] = _NOWHERE
 
     def note_recomputed(self, rows: list[int]) -> None:
-        """Note that this step computes the KV entries of these rows, new or again, all with the version in use: tokens
-        from here on count for `sampled_with`."""
+        """Let `sampled_with` find tokens of these rows from here on: this step computes the KV entries of the rows, new
+        or again, all with the version in use."""
         self._own[rows] = np.minimum(self._own[rows], self.lengths[rows])
 
     def sampled_with(self, row: int, version: int) -> Ints:

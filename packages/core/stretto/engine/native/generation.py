@@ -101,7 +101,8 @@ class _FeedListener:
             self._feed.wake.set()
 
     def break_off(self, why: str = ENDED) -> None:
-        """End the request as `refuse` does, with an EngineLost for the reason `why`."""
+        """End the request with an EngineLost for the reason `why`; ignored after its last completion, and the second
+        time."""
         self.refuse(EngineLost(self._feed.engine, why))
 
 
@@ -160,8 +161,9 @@ class Generation:
         return stream
 
     def submit_to(self, feed: Feed, requests: Sequence[GenerateRequest], *, every_token: bool) -> None:
-        """Submit requests that start in the same step; `feed` gets their completions. `every_token`: as in `submit`.
-        Raises as `submit_all`."""
+        """Submit requests that start in the same step; `feed` gets their completions. `every_token`: it also gets each
+        token in the step that samples it, unless the request continues prefixes. Raises RefusedRequest if a request is
+        invalid (then none is accepted), EngineLost if the server is stopping or too many completions wait."""
         with ExitStack() as submitted:
             for request in requests:
                 listener = _FeedListener(feed, request.id, len(request.seeds))
@@ -266,9 +268,9 @@ class Generation:
         return Loaded(self.engine.version, scores)
 
     def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Load weights that the caller has, without a mailbox, as `version`. `tensors`: as for `NativeEngine.update`.
-        Raises TornPublication if they do not fit the model, RefusedRequest if `version` is older than the version in
-        use."""
+        """Load weights that the caller has, without a mailbox, as `version`. `tensors`: all parameters by name, or
+        adapters (`engine.native.parameters`). Raises TornPublication if they do not fit the model, RefusedRequest if
+        `version` is older than the version in use."""
         self.engine.update(version, tensors)
         self._work.set()  # an earlier load may have failed halfway
 

@@ -157,7 +157,8 @@ class Scheduler:
         return max(rows, (self._held + pending) / max(1, self._cache_tokens))
 
     def has_capacity(self, lengths: Ints) -> bool:
-        """Whether the oldest pending row can be computed now; False if none is pending. `lengths`: as in `grow`."""
+        """Whether the oldest pending row can be computed now; False if none is pending. `lengths`: [rows] tokens of
+        each row."""
         return bool(self._pending) and self._fits(self._slot(int(lengths[self._pending[0]])))
 
     def take_pending(self, costs: Mapping[int, int], most_tokens: int, lengths: Ints) -> list[int]:

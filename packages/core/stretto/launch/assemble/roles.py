@@ -46,7 +46,7 @@ _LAST_POLL_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Roles:
-    """All roles of a running run, as `running_roles` starts them."""
+    """All roles of a running run, as `running_roles` starts them. `workflows`: None for single turns."""
 
     engines: EnginePool
     trainer: TrainerLink

@@ -23,8 +23,9 @@ CONTROL, WEIGHTS_KEY = "control.sock", "weights.key"
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Resources that roles of one run on this machine share: the shared memory `mailbox` for weights, the folder of
-    their `sockets`, the record of chosen `kernels` (None: none is kept), the GPU `seats` (empty: all on the CPU)."""
+    """Resources that roles of one run on this machine share: the shared memory for weights (`mailbox`: its name, in
+    `mailbox_folder`), the folder of their `sockets`, the record of chosen `kernels` (None: none is kept), the GPU
+    `seats` (empty: all on the CPU)."""
 
     mailbox: str  # name of the shared memory with published weights
     mailbox_folder: Path  # where the shared memory is

@@ -152,7 +152,8 @@ async def warm_start(
 
     Raises:
         RecipeError: the cache cannot be written.
-        RoleDied, RoleFailed, DeadlineExceeded: as for `fine_tune_to`.
+        RoleDied, RoleFailed: the process ended without a result, or reported an error.
+        DeadlineExceeded: the training took longer than `deadlines.warm_start`.
     """
     if plan.recipe.warm_start is None:
         return plan.base.path
@@ -195,7 +196,7 @@ async def fine_tune_to(
     have. `folder` appears once the policy in it is complete. Other arguments are those of `train_in_process`.
 
     Raises:
-        RoleDied, RoleFailed: as for `train_in_process`.
+        RoleDied, RoleFailed: the process ended without a result, or reported an error.
         DeadlineExceeded: the training took longer than `deadlines.warm_start`.
     """
     recipe = plan.recipe

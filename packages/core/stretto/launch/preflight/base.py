@@ -18,7 +18,7 @@ def base_folder(model: ModelConfig, seed: int) -> Path:
     A new model is built in the cache, with weights drawn from `seed`, unless an earlier call has built it.
 
     Raises:
-        RecipeError: a model must be built, and the cache cannot be written.
+        RecipeError: a model must be built, and the cache cannot be written, or the memory has no room for the model.
     """
     if model.path is not None:
         return Path(model.path)
@@ -31,7 +31,8 @@ def base_folder(model: ModelConfig, seed: int) -> Path:
 
 
 def check_cache() -> None:
-    """Raise RecipeError if the cache of built models and warm starts cannot be written."""
+    """Raise RecipeError if the cache of built models and warm starts cannot be written; UserError if there is no folder
+    for it."""
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)

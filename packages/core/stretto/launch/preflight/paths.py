@@ -46,7 +46,8 @@ def check_paths(recipe: Recipe) -> None:
 
 def check_functions(recipe: Recipe) -> None:
     """Check that the rewards and the workflow of a recipe exist, without an import of their modules. Raises
-    RewardFunctionError or WorkflowError if some do not; names all of them."""
+    RewardFunctionError or WorkflowError if some do not; names all of them; RecipeError if the package for workflows is
+    not installed."""
     mistakes, config = Mistakes(UserError), recipe.rewards
     known = {kind: one.function for kind, one in BUILT_IN.items()}
     for number, part in enumerate(config.parts):

@@ -62,8 +62,10 @@ from stretto_verify.thoughts import PIECES
 @dataclass(frozen=True, kw_only=True)
 class Outline:
     """A checked recipe with everything that is known without the model's weights: the model's shape, and the questions.
-    `notes`: warnings. `origins`: (FILE:LINE, source) of each training prompt. `kept_apart`: number of held-out
-    questions, evaluated or not. `reference`: the model of ``algorithm.reference.path``; None: no such path."""
+    `held_out`: the held-out prompts that are evaluated; `sets`: further sets to evaluate. `demonstrations`: empty
+    without a warm start. `notes`: warnings. `seats`: GPUs of the roles; empty: the CPU. `origins`: (FILE:LINE, source)
+    of each training prompt. `kept_apart`: number of held-out questions, evaluated or not. `reference`: the model of
+    ``algorithm.reference.path``; None: no such path."""
 
     recipe: Recipe
     base: ModelFolder  # facts about the model before any training
@@ -102,7 +104,8 @@ def longest_of(prompts: Iterable[Prompt]) -> int:
 
 def longest_sequence(recipe: Recipe, base: ModelFolder, longest_prompt: int) -> int:
     """Return the most tokens of a trajectory, prompt included. With a workflow it is all that fits into context and KV
-    cache, since tokens are added between turns; else it follows from `longest_prompt`, in tokens."""
+    cache, since tokens are added between turns; else it follows from `longest_prompt`, in tokens. With a workflow it
+    raises as `longest_prompt_allowed`."""
     if recipe.workflow is None:
         return longest_prompt + recipe.sampling.max_tokens
     return longest_prompt_allowed(recipe, base) + recipe.sampling.max_tokens
@@ -138,6 +141,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     Raises:
         RecipeError, ModelFolderError, DataError, RewardFunctionError, WorkflowError: has every problem of recipe,
             model, data, reward or workflow; its class is that of the first.
+        RoleError: a process that tries the reward or reads gold answers does not start.
     """
     _check_descriptors(recipe)  # with too few, the other checks fail with misleading errors
     mistakes = Mistakes(UserError)
@@ -349,7 +353,8 @@ def _sets(
     of each set, in the order of the recipe; `longest`: most tokens of a prompt.
 
     Returns the sets with their prompts, all of their questions, and a warning for each question that was left out.
-    Raises DataError for a prompt that cannot be encoded or is too long, or a set without a readable gold answer.
+    Raises DataError for a prompt that cannot be encoded or is too long, or a set without a readable gold answer;
+    further as `sift` and `encode_prompts`.
     """
     found: list[tuple[EvaluationSet, tuple[Prompt, ...]]] = []
     asked, told = list[Question](), list[str]()

@@ -100,7 +100,8 @@ def _reasons(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dic
 
 
 async def _unreadable(config: RewardsConfig, golds: Sequence[str], seconds: float) -> dict[str, str]:
-    """Return the same as `_reasons`."""
+    """Return why a gold answer cannot be read within `seconds`, by gold answer, as workers started for this find;
+    readable ones are left out. Raises RoleError if the workers do not start."""
     workers = max(config.workers, min(cores(), len(golds) // _PORTION))
     patient = {
         "max_consecutive_undecided": len(golds) + 1,

@@ -62,8 +62,9 @@ class Prefix:
 @dataclass
 class GroupInFlight:
     """Progress of one group in flight, by member (index in the group): completions that have `ended`, and `prefixes`,
-    the tokens that were journaled before a member ended. A turn of a session is a group with one member: segment `node`
-    of the trajectory with id `session`, to be sampled by version `least` or newer."""
+    the tokens that were journaled before a member ended. `members`, `request_id`, `serial`: of the open request, at
+    whose start `prefixes` were `before`. `judging`: all have ended, and are judged next. A turn of a session is a group
+    with one member: segment `node` of the trajectory with id `session`, to be sampled by version `least` or newer."""
 
     ended: dict[int, Completion] = field(default_factory=dict)
     prefixes: dict[int, Prefix] = field(default_factory=dict)  # journaled tokens of members that have not ended
@@ -213,7 +214,8 @@ class InFlight:
         The turn is journaled before this returns, so the ledger never holds a later turn without it.
 
         Raises:
-            EngineLost, DeadlineExceeded: as `generate`.
+            EngineLost: more than three engines were lost with this turn.
+            DeadlineExceeded: no engine took the turn, or none answered, in time.
             RefusedRequest: an engine refused the turn, or the trajectory's group was not begun or is forgotten.
         """
         id, of = f"{session}:{request.node}", session.rpartition("/")[0]

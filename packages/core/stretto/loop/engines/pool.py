@@ -468,7 +468,7 @@ class EnginePool:
         return {engine.name: engine.counters.total(lambda health: health.busy_seconds) for engine in self._all}
 
     def generated(self) -> dict[str, int]:
-        """Generated tokens by engine, of the same processes as `busy`."""
+        """Generated tokens by engine, earlier processes and engines that have left included, as of the last poll."""
         return {engine.name: round(engine.counters.total(lambda health: health.generated)) for engine in self._all}
 
     def pids(self) -> dict[str, Sequence[int]]:

@@ -80,8 +80,8 @@ class ExclusiveRouter(Router):
 
 
 class _Attempt(contextlib.AbstractContextManager["_Attempt"]):
-    """One attempt. Suppresses EngineLost, except in the last attempt; EngineLeft is always suppressed. `lost`: whether
-    EngineLost was raised."""
+    """One attempt. Suppresses EngineLeft always, and any other EngineLost except in the last attempt. `lost`: whether
+    such another EngineLost was raised."""
 
     def __init__(self, last: bool) -> None:
         self._last, self.lost = last, False

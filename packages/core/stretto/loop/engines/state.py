@@ -70,8 +70,8 @@ class Publications:
         self.live, self.reached, self.bound = live, reached, bound
 
     def publish(self, version: int, served: int | None) -> None:
-        """Note that `version` is the newest in the mailbox now. `served`: version that the engine serves; None: it is
-        down, and will start with the newest one."""
+        """Note that `version` is the newest in the mailbox now. `served`: version that the engine serves, which has
+        `version` to load if it is older; None: it is down, and will start with the newest one."""
         self.newest = version
         if served is not None and served < version:
             self._missing.append((version, asyncio.get_running_loop().time()))

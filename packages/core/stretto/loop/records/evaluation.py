@@ -67,7 +67,10 @@ class Evaluation(Record, frozen=True):
     """Held-out accuracy of one evaluation.
 
     `version`: the newest version that sampled a token. `tokens`: sampled tokens of all completions. `right`,
-    `undecided` and `truncated` count completions. Undecided completions do not count as right.
+    `undecided` and `truncated` count completions. Undecided completions do not count as right. `per_prompt`:
+    completions of each prompt. `pass_at`: by k. `maj`: share of questions whose most frequent answer is right; None: no
+    final answers. `ci95`: of the accuracy; `intervals`: the same of "pass@k" and "maj@n". `rewards`: mean value by
+    name, with several rewards.
 
     Example::
 

@@ -71,7 +71,8 @@ class Recorder:
         canary: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         """Create the recorder of one process of the run. It reads the evaluations on record, and stores totals and
-        verdict counts at each flush of the ledger from now on.
+        verdict counts at each flush of the ledger from now on. Raises StoreError or OSError if those evaluations cannot
+        be read.
 
         Args:
             work: returns the work of this process's roles since they started.

@@ -105,7 +105,7 @@ class TableSteps:
 
     def _expect(self, step: DecodeStep, rows: int) -> None:
         """Prepare the tables of the next step for the case that no row enters or leaves, while the device computes this
-        one: each row then has one token more. `rows`: number of rows with padding, as in `_arrays`."""
+        one: each row then has one token more. `rows`: number of rows with padding."""
         positions = _padded(step.positions + 1, step.rows, rows)
         self._coming = positions, self._numbers(positions)
 

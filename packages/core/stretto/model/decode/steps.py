@@ -52,7 +52,8 @@ class FirstTokens:
 @dataclass(frozen=True)
 class DecodeStep:
     """Packed tokens of a step, with each one's position in its row: contexts first, then the newest token of every row.
-    The rows are the slots of `buckets`, in this order; `entering`: those that are new."""
+    The rows are the slots of `buckets`, in this order; `entering`: those that are new. `contexts`: their layout; None:
+    no contexts."""
 
     token_ids: Ints  # [T]
     positions: Ints  # [T], position of each token in its row
@@ -151,7 +152,8 @@ class Ragged:
 
 @dataclass(frozen=True)
 class AttentionWindow:
-    """The cached tokens, from position `first` to `end` (exclusive), that rows read in layers with one window."""
+    """The cached tokens, from position `first` to `end` (exclusive), that rows read in layers with one window. `bias`:
+    0, or -inf where masked."""
 
     first: int
     end: int
@@ -160,7 +162,8 @@ class AttentionWindow:
 
 @dataclass(frozen=True)
 class Dense:
-    """Reads all rows up to the end of the longest row, with a mask."""
+    """Reads all rows up to the end of the longest row, with a mask. `windows`: by attention window of a layer (None: no
+    window)."""
 
     windows: Mapping[int | None, AttentionWindow]  # by attention window of the layer
 

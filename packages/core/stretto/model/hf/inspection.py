@@ -222,8 +222,9 @@ def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
 
 
 def shape_of(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
-    """Read from config.json the fields of `ModelFolder` that describe the shape. If some are missing or invalid, append
-    problems to `problems` and return None."""
+    """Read from config.json, or its part `text_config`, the fields of `ModelFolder` that describe the shape. The number
+    of KV heads and the head size may be left out there: then as many as attention heads, and hidden size / heads. If
+    some are missing or invalid, append problems to `problems` and return None."""
     before, file = len(problems), folder / "config.json"
     whole = _read_json(file, problems)
     config = whole.get("text_config", whole)
@@ -303,7 +304,8 @@ def _unlisted(folder: Path) -> list[Path]:
 
 def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHeader], int]:
     """Return the tensor headers, by name, of the folder's readable weight files, and the size of all weight files in
-    bytes. Problems are appended to `problems`."""
+    bytes. Problems are appended to `problems`: a broken index, a missing or broken file, a tensor that no file holds,
+    no weights."""
     index, before = folder / _INDEX, len(problems)
     tensors: dict[str, TensorHeader] = {}
     if index.exists():

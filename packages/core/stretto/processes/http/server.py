@@ -170,7 +170,8 @@ class _BoundedHeads(HttpToolsProtocol):
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """Start the request, unless its head is too large."""
+        """Start the request. If its head is too large, refuse it (431) and raise ValueError, at which the parser
+        stops."""
         if self._first + self._kept > LARGEST_HEAD:
             headers = sum(len(name) + len(value) + _OF_HEADER for name, value in self.headers)
             if len(self.parser.get_method()) + len(self.url) + _OF_REQUEST + headers > LARGEST_HEAD:

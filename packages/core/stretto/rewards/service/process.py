@@ -45,8 +45,9 @@ _MARK = "STRETTO_REWARD_WORKER"  # environment variable of a worker, which its d
 
 class WorkerProcess:
     """A worker process, started once. `on_reply` is called with each reply; if it raises WireError, the worker is
-    killed. `on_lost` is called once, if the wire of a worker that was ready closes, from either end. `facts`: what the
-    worker reports of its reward when it is ready (`WorkerReady`), as `takes`."""
+    killed. `on_lost` is called once, if the wire of a worker that was ready closes, from either end. `facts`, `takes`:
+    facts about the reward, and the further fields of a row that it takes, as the worker reports when it is ready
+    (`WorkerReady`)."""
 
     def __init__(self, name: str, on_reply: Callable[[Verdicts], None], on_lost: Callable[[], None]) -> None:
         self.name = name

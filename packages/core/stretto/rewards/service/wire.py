@@ -60,7 +60,8 @@ LARGEST_REPLY = 1 << 20
 
 
 class ScoreItem(Record, frozen=True, array_like=True):
-    """One completion to judge; `answer` is the gold answer, the rest is as in `Row`.
+    """One completion to judge; `answer`: the gold answer. `fields`: other fields of the question's row, as a JSON
+    object. `source`: name of the question's source.
 
     Example: ``ScoreItem(prompt="3+8=", completion="11", answer="11")``
     """
@@ -167,7 +168,8 @@ class JudgingCounter:
 
     @classmethod
     def create(cls) -> tuple[Self, int]:
-        """Create the counters; returns them and the descriptor for the worker to inherit, which the caller closes."""
+        """Create the counters; returns them and the descriptor for the worker to inherit, which the caller closes.
+        Raises OSError if too many descriptors are open."""
         descriptor = memory_file("stretto-progress")
         os.ftruncate(descriptor, mmap.PAGESIZE)
         return cls(descriptor), descriptor

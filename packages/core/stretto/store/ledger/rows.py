@@ -131,7 +131,8 @@ _UPDATE_UNTRAINED = _UPDATE_ROW.replace(" trained_step = ?,", "")
 
 class LiveRow(msgspec.Struct, eq=False, gc=False):
     """Row of a trajectory that is in flight or buffered. The ledger keeps such rows in memory; a flush writes the
-    changed ones to the file. `finished`: it is judged. `journaled`: place of its next piece in ``partials``. `calls`:
+    changed ones to the file. `in_file`: the file has the row, in this or an earlier state. `finished`: it is judged;
+    `tokens`: number of sampled ones, 0 before that. `journaled`: place of its next piece in ``partials``. `calls`:
     number of its next call; `open_calls`: calls without a recorded reply, and whether each is durable."""
 
     key: int  # of the row in the table ``trajectories``
@@ -296,7 +297,7 @@ class MostInFlight:
 
     def __init__(self, facts: Iterable[tuple[str, str, object]], path: Path, rows: Iterable[LiveRow]) -> None:
         """Continue the count of an existing ledger. `facts`: rows of its table ``meta``; `path`: of the ledger, for
-        messages; `rows`: its trajectories that are in flight or buffered."""
+        messages; `rows`: its trajectories that are in flight or buffered. Raises StoreError if a fact is damaged."""
         self._stretches = find_fact(facts, path, IN_FLIGHT, list[tuple[int, int]]) or []
         self._members = Counter(row.group_key for row in rows if row.state is State.IN_FLIGHT)
         self._begins = not self._stretches

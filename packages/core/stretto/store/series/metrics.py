@@ -19,7 +19,9 @@ Line = TypeVar("Line", bound="EvaluationLine")
 
 class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
     """The measurements of one training step (docs/reference/metrics.md). `accuracy`: of completions judged since the
-    step before; `reward`, lengths, staleness: of the batch. A value that is not finite is null in the file.
+    step before; `reward`, lengths, staleness: of the batch. `busy`: fraction of about the last second, by role;
+    `memory`: MiB by role. `max_staleness`: the bound; None: none, or not recorded. A value that is not finite is null
+    in the file.
 
     Example::
 
@@ -57,7 +59,9 @@ class StepMetrics(Record, frozen=True, tag="step", tag_field="kind"):
 
 
 class EvaluationLine(Record, frozen=True, tag="evaluation", tag_field="kind"):
-    """Held-out accuracy of one version, on prompts that are never trained on, sampled with a fixed seed.
+    """Held-out accuracy of one version, on prompts that are never trained on, sampled with a fixed seed. `samples`:
+    completions of all prompts; 0 in an old run, with one for each. `undecided`: completions without a verdict. `maj`:
+    share of prompts whose most frequent answer is right. `asked`: digest of prompts, number of completions and seed.
 
     Example::
 
@@ -134,7 +138,8 @@ def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
 
 
 def iterate_metrics(path: Path) -> Iterator[StepMetrics | EvaluationLine]:
-    """Yield the lines of `read_metrics` in the order of the file, which is read as it is iterated."""
+    """Yield the lines of `read_metrics` in the order of the file, which is read as it is iterated; so a damaged line
+    raises StoreError, and an unreadable file OSError, only then."""
     return (line for line in iterate_lines(path, METRICS) if not isinstance(line, SetEvaluationLine))
 
 
@@ -155,8 +160,8 @@ def rewind_metrics(path: Path, step: int) -> None:
 
 
 class SampledCompletion(Record, frozen=True):
-    """One judged completion. `versions`: versions that sampled its tokens. `version`: the newest of them; for a
-    completion of an evaluation, the newest of the whole evaluation.
+    """One judged completion. `answer`: the gold answer. `reward`: None if undecided. `versions`: versions that sampled
+    its tokens. `version`: the newest of them; for a completion of an evaluation, the newest of the whole evaluation.
 
     Example: ``SampledCompletion(prompt_id="17", prompt="3+8=", answer="11", completion="3+8=11", ...)``
     """

@@ -114,9 +114,11 @@ def shares(lengths: Sequence[int], capacity: int, fewest: int, ranks: int) -> li
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Samples computed in one forward and backward pass: columns over their loss tokens [N]. `scale`: weight of a token
-    in the minibatch's mean. `mixed`: tokens that are no evidence of their engine's weights; None: all are evidence.
-    `chosen`: indices of the loss tokens among the scored ones; None: all. `engines`, `ids`: of the sequences."""
+    """Samples computed in one forward and backward pass: columns over their loss tokens [N]. `behavior_logprobs`: empty
+    if unknown: the proximal policy then counts as the sampler. `values`, `returns`: of the critic; empty without one.
+    `scale`: weight of a token in the minibatch's mean. `mixed`: tokens that are no evidence of their engine's weights;
+    None: all are evidence. `chosen`: indices of the loss tokens among the scored ones; None: all. `engines`, `ids`: of
+    the sequences."""
 
     packed: PackedTokens
     behavior_logprobs: Tensor  # [N]; empty if unknown, then the proximal policy counts as the one that sampled

@@ -34,7 +34,9 @@ class PathTurn(Record, frozen=True):
 
 class PathTokens(Record, frozen=True):
     """One path (branch) of a trajectory as a token sequence. `places`: positions [S] of its own sampled tokens; the
-    columns after it have a number for each. `mixed`: 1 where the context may have KV entries of another version.
+    columns after it have a number for each. `turns`: own turns; `turns_before`: number of turns of earlier paths.
+    `engine`: that sampled its newest version's tokens; "": several, or unrecorded. `mixed`: 1 where the context may
+    have KV entries of another version.
 
     Example: prompt (5, 12), completion (4, 4, 2)::
 

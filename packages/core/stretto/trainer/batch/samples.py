@@ -51,9 +51,10 @@ _KINDS = {
 @dataclass(frozen=True, eq=False)
 class Sample:
     """One path (branch of a trajectory) as a training sequence, with columns over its N loss tokens, made to arrays.
-    `weights`: factors of the tokens in the loss; empty: 1. `mixed`: 1 for a token that is no evidence of its engine's
-    weights; empty: every token is. `scored`, `targets`: positions [M] to score, and the tokens there; empty: the loss
-    positions, the path's tokens.
+    `values`, `returns`: the critic's values before the step, and its targets; empty without a critic. `weights`:
+    factors of the tokens in the loss; empty: 1. `mixed`: 1 for a token that is no evidence of its engine's weights;
+    empty: every token is. `scored`, `targets`: positions [M] to score, and the tokens there; empty: the loss positions,
+    the path's tokens.
 
     Example: prompt (5, 12), completion (4, 4, 2) of versions (5, 6, 7), trained at 7 with versions from 6 on::
 

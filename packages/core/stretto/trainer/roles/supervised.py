@@ -117,7 +117,8 @@ def sender_of(channel: RoleEnd[Stop]) -> Callable[[SupervisedProgress], None]:
 
 def learn(spec: SupervisedSpec, channel: RoleEnd[Stop]) -> None:
     """Load the model of `spec.model`, train it on `spec.examples` (demonstrations, or preferences by stretto-app), save
-    it to `spec.out`, and send `SupervisedDone`. Raises OutOfMemory if the device has no memory left."""
+    it to `spec.out`, and send `SupervisedDone`. Raises OutOfMemory if the device has no memory left; further as
+    `fine_tune`."""
     with memory_named(f"the {spec.role}", spec.gpus, 0, "while it trained on its examples"):
         examples = _EXAMPLES.decode(Path(spec.examples).read_bytes())
         tell = sender_of(channel)
