@@ -241,8 +241,8 @@ class Run:
 
     @property
     def evaluations(self) -> list[EvaluationLine]:
-        """All evaluations of the held-out accuracy so far, those of further sets left out. Raises StoreError as
-        `metrics`."""
+        """All evaluations of the held-out accuracy so far, those of further sets left out. Raises StoreError or
+        OSError as `metrics`."""
         return read_metrics(self._folder.metrics)[1]
 
     @property

@@ -30,8 +30,9 @@ def die_with_parent(parent: int) -> None:
 
 
 def keep_exit_codes() -> None:
-    """Let this process, and those that it starts, wait for their children. Some supervisors start their programs with
-    SIGCHLD ignored; then the kernel reaps children, and each of them seems to have ended with exit code 0."""
+    """If SIGCHLD is ignored, set its default again, so that this process, and those that it starts, get the exit codes
+    of their children. Some supervisors start their programs with SIGCHLD ignored; then the kernel reaps children, and
+    each of them seems to have ended with exit code 0."""
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 

@@ -179,8 +179,8 @@ class PromptStream:
             self._order = self._shuffled(self._epoch)
 
     def judged(self, draw: Draw, rate: float) -> None:
-        """Leave the prompt of a draw out of the next epoch if `rests` says so of `rate`, its share of right
-        completions. Ignored if the epoch of the draw is over."""
+        """Leave the prompt of a draw out of the next epoch if the function `rests` of this stream returns True for
+        `rate`, its share of right completions. Ignored if the epoch of the draw is over."""
         if draw.epoch == self._epoch and self._rests(rate):
             place = self._places[draw.prompt.id]
             self._rest_next[place >> 3] |= 1 << (place & 7)

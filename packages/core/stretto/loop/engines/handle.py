@@ -57,7 +57,7 @@ class EngineHandle:
         counters: its counters and time spans, over all of its processes.
         open: ids of the requests that the engine has now, or gets once it serves their version; the pool adds and
             removes them. given_up: those of them that the engine was asked to abort.
-        leaving: the engine leaves the run, or has left. lags: as `notice` says.
+        leaving: the engine leaves the run, or has left. lags: it gets no requests until it has the newest version.
     """
 
     spec: EngineSpec
