@@ -54,8 +54,8 @@ _ERRORS = (OSError, RuntimeError, ValueError, SafetensorError, CheckpointExcepti
 
 
 class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Contents of ``trainer.json``. `bad_steps_in_a_row`: skipped optimizer steps up to now (`Optimizer`). `scale`:
-    alpha / rank of the adapters; None: without adapters, or not recorded.
+    """Contents of ``trainer.json``. `bad_steps_in_a_row`: number of the last optimizer steps that were all skipped; 0
+    after one that was taken. `scale`: alpha / rank of the adapters; None: without adapters, or not recorded.
 
     Example: ``TrainerPosition(version=50, bad_steps_in_a_row=0)``
     """

@@ -285,8 +285,8 @@ class Recorder:
         self._reporter.evaluated(line)
 
     def _initial(self, without: float | None) -> float | None:
-        """The accuracy of version 0; `without` if it has no line, None if no completion has a verdict or the last
-        evaluation asked other questions."""
+        """The accuracy of version 0 on record; `without` if it was not evaluated, None if none of its completions has a
+        verdict, or the last evaluation asked other questions."""
         first = next((line for line in self._main if not line.step), None)
         return without if first is None else first.known if first in alike(self._main) else None
 
