@@ -70,9 +70,9 @@ def refuse_recipe(
 def refuse_training(
     recipe: Path, overrides: Sequence[str], run_dir: Path | None, resume: bool, *, paths: bool
 ) -> tuple[str, ...]:
-    """Check what `stretto train` is given: a recipe, or with `resume` a run folder. `paths`: also the paths and the
-    functions that a recipe names. Return the modules of transformers that the model needs, or () without a check if
-    `resume` gets both a folder and a `run_dir`.
+    """Check what `stretto train` is given: a recipe, or with `resume` a run folder. `run_dir`: the folder given for the
+    run, or None. `paths`: also the paths and the functions that a recipe names. Return the modules of transformers that
+    the model needs, or () without a check if `resume` gets both a folder and a `run_dir`.
 
     Raises:
         RunFolderError: there is no such run to resume.

@@ -207,8 +207,8 @@ def leave(code: int) -> NoReturn:
 def fork_server(
     modules: Sequence[str] = (), *, roles: Sequence[str] | None = None, beside: bool = False
 ) -> Iterator[Spawner]:
-    """Context manager: a spawner for the `roles` of one command. On leaving, all processes that it has forked are
-    ended.
+    """Context manager: a spawner for the `roles` of one command (modules; None: `ROLES`). On leaving, all processes
+    that it has forked are ended.
 
     It imports the modules of the roles, and `modules`, into this process, and forks the fork server from it; with
     `beside` the fork server imports them itself, while the command goes on. Enter it before the command starts threads

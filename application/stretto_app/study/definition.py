@@ -83,7 +83,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Study:
-    """A validated study. `text`: content of its file. `target`: held-out accuracy to reach. Example:
+    """A validated study. `text`: content of its file. `target`: held-out accuracy to reach; None: none. Example:
     ``load_study(Path("staleness.toml"), seeds=3)``"""
 
     name: str

@@ -45,8 +45,8 @@ class CellSummary(Record, frozen=True):
 
 class StudyResult(Record, frozen=True):
     """Result of a study so far. `clock`: time of the quickest run, in seconds of reinforcement learning; None before a
-    run has finished. `intervals`: what the intervals of the cells are, in words. `trajectories`: trained in each run.
-    `steps`: training steps of the first cell."""
+    run has finished. `intervals`: what the intervals of the cells are, in words. `target`: held-out accuracy to reach;
+    None: none. `trajectories`: trained in each run. `steps`: training steps of the first cell."""
 
     study: str
     digest: str

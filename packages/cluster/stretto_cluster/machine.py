@@ -212,7 +212,7 @@ class RemoteProcess:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """None: its id is that of a process on another machine."""
+        """Always empty: the process is on another machine, so its id means nothing here."""
         return ()
 
     @property

@@ -34,9 +34,9 @@ AGENTS_TLS = "(the agent's folder of certificates)"
 
 
 class Join(Record, frozen=True, tag=True):
-    """A machine with `gpus` GPUs (0: unknown) offers `count` places for roles of a `kind`, "engine" or "rank".
-    `release`: of stretto. `run`: the run that it had joined before, "" at first. `served`: tenure of the newest
-    conductor that it has served, None at first."""
+    """A machine with `gpus` GPUs (0: unknown) offers `count` places for roles of a `kind`, "engine" or "rank". `host`:
+    its name. `release`: of stretto. `run`: the run that it had joined before, "" at first. `served`: tenure of the
+    newest conductor that it has served, None at first."""
 
     kind: Name
     host: Name  # host name, for display
@@ -76,7 +76,8 @@ class RunTerms(Record, frozen=True, tag=True):
     """Terms of the run for a machine: where its weights are served, and time limits in seconds. `lease`: of silence,
     after which each side gives up the other; `hung`: without a heartbeat of a role, which is then killed; `pull`:
     without a byte of a pull, which then fails. `mailbox`: name of the weight files. `size`: bytes of a version.
-    `published`: newest one, or -1."""
+    `published`: newest one, or -1. `delta`: when only the changes between versions are sent. `tenure`: of the
+    conductor. `reference`: machines of ranks fetch the reference model too."""
 
     run: str
     mailbox: str  # name of the run's weight files in shared memory
@@ -101,7 +102,7 @@ class RolePlace(Record, frozen=True):
 
 class MachineReady(Record, frozen=True, tag=True):
     """The machine has the model (and for ranks the reference policy); roles can be started in `places`. The other
-    fields are paths on the machine."""
+    fields are paths on the machine; `reference` is None for engines, and without a reference policy."""
 
     places: tuple[RolePlace, ...]
     model: Place

@@ -149,7 +149,8 @@ def _weigh(scores: Any, scaling: Any, softcap: Any) -> None:
 
 @inlined
 def _copy(source: Any, width: Any, target: Any, wide: Any, count: Any, size: Any) -> None:
-    """Copy `count` rows of `width` numbers of `size` bytes to rows of `wide` numbers. Both are given by address."""
+    """Copy `count` rows of `width` numbers of `size` bytes from the address `source` to rows of `wide` numbers at
+    `target`."""
     step, to_step = width * size // 2, wide * size // 2
     numbers, outs = halves(source, count * step), halves(target, count * to_step)
     for row in range(U(count)):
@@ -165,7 +166,7 @@ def _split_place(n: Any) -> Any:
 
 @inlined
 def _ask(query: Any, width: Any, target: Any, wide: Any, kind: Any) -> None:
-    """Copy a query to `target` in the layout that `_scores` reads. Both are given by address."""
+    """Copy the query at the address `query` to the address `target`, in the layout that `_scores` reads."""
     if kind == WIDENED:
         numbers, outs = halves(query, width), floats(target, wide)
         for n in range(U(width)):
@@ -176,7 +177,7 @@ def _ask(query: Any, width: Any, target: Any, wide: Any, kind: Any) -> None:
 
 @inlined
 def _answer(totals: Any, wide: Any, out: Any, width: Any, kind: Any) -> None:
-    """Copy a head's output from `totals` to `out`, in the cache's dtype. Both are given by address."""
+    """Copy a head's output from the address `totals` to the address `out`, in the cache's dtype."""
     numbers, outs, narrow = floats(totals, wide), floats(out, width), halves(out, width)
     for n in range(U(width)):
         if kind == FLOAT:

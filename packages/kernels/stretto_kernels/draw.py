@@ -90,7 +90,8 @@ def draw(
     logits_RV: Tensor, greedy: npt.NDArray[np.bool_], uniforms: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Draw a token per row from the softmax of the logits; returns token ids [R] and their log-probabilities [R]. If
-    one of a row's logits is NaN or plus infinity, or all are minus infinity, the log-probability is NaN, of token 0.
+    one of a row's logits is NaN or plus infinity, or all are minus infinity, the row gets token 0 with the
+    log-probability NaN.
 
     Args:
         logits_RV: float32, on the CPU.

@@ -87,8 +87,9 @@ class SglangOrders:
 
 @dataclass(frozen=True)
 class VllmOrders:
-    """Makes the HTTP requests for vLLM since 0.32. The server needs a weight transfer engine with torch's process
-    groups: vLLM's built-in engine "nccl" uses its own communicator, which the sender would have to import."""
+    """Makes the HTTP requests for vLLM since 0.32. `group`: name of the process group. The server needs a weight
+    transfer engine with torch's process groups: vLLM's built-in engine "nccl" uses its own communicator, which the
+    sender would have to import."""
 
     group: str = "stretto"
 

@@ -32,7 +32,7 @@ Loss = str | Mapping[str, Any] | LossFunction
 @dataclass(frozen=True)
 class Wanted:
     """A checked loss with its settings, made by `wanted`. `aggregation`: how the losses of tokens become one number.
-    `own`: the user's function; then the loss of `algorithm` is not used."""
+    `own`: the user's function, in place of the loss of `algorithm`; None: none."""
 
     name: str
     algorithm: AlgorithmConfig

@@ -102,7 +102,7 @@ class Reward:
         by_turn: rewards of turns, by `node` of their replies, or as a list in the order in which the turns began; used
             with ``algorithm.advantages.credit = "turn"``. Turns that it leaves out have no reward of their own; a
             reward for a turn that is not there fails the trajectory.
-        named: further numbers, such as parts of the reward, to record as metrics under their names.
+        named: further numbers, such as parts of the reward, to record as metrics under their names; None: none.
 
     Example::
 

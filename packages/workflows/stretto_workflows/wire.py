@@ -42,14 +42,16 @@ class WorkflowSpec(Record, frozen=True):
 
 
 class Begin(Record, frozen=True, tag=True):
-    """Command to run the workflow on a task."""
+    """Command to run the workflow on a task. `run`: number of the trajectory on its worker, by which all further
+    messages name it."""
 
     run: int
     task: WorkflowTask
 
 
 class OrderDone(Record, frozen=True, tag=True):
-    """Result of an order: `reply` of a turn, `score` and `right` of a score, or `answer` of a call."""
+    """Result of order number `order` of a trajectory (`run`): `reply` of a turn, `score` and `right` of a score, or
+    `answer` of a call. The other fields keep their defaults."""
 
     run: int
     order: int
@@ -60,7 +62,8 @@ class OrderDone(Record, frozen=True, tag=True):
 
 
 class OrderRefused(Record, frozen=True, tag=True):
-    """Message that an order cannot be served; the workflow's method raises a `RefusedRequest` with these fields."""
+    """Message that order number `order` of a trajectory (`run`) cannot be served; the workflow's method raises a
+    `RefusedRequest` with these fields."""
 
     run: int
     order: int
@@ -115,7 +118,8 @@ class TurnOrder(Record, frozen=True, tag=True):
 
 
 class ScoreOrder(Record, frozen=True, tag=True):
-    """Request for the reward of a text, judged against the gold answer `answer`."""
+    """Request of a trajectory (`run`), its order number `order`, for the reward of a text, judged against the gold
+    answer `answer`."""
 
     run: int
     order: int
@@ -134,7 +138,8 @@ class CallOrder(Record, frozen=True, tag=True):
 
 
 class CallRan(Record, frozen=True, tag=True):
-    """Result of a call that the worker has made; `answer`: encoded by the worker."""
+    """Result of a call that the worker has made for order number `order` of a trajectory (`run`); `answer`: encoded by
+    the worker."""
 
     run: int
     order: int

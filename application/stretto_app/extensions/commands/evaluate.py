@@ -46,7 +46,8 @@ _SEED = 20_250_530  # seed of generated questions, different from the default se
 @dataclass(frozen=True)
 class DataChoice:
     """Datasets to evaluate on, with all of their rows. `data`: files, folders, names on the hub, or
-    ``reasoning-gym:TASK``; `mapping`: name of the mapping from rows to questions."""
+    ``reasoning-gym:TASK``; `mapping`: name of the mapping from rows to questions; None: rows are questions as they
+    are."""
 
     data: tuple[str, ...]
     mapping: str | None = None  # None: rows are used as they are

@@ -91,7 +91,8 @@ def _tops(
     size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    """Program (r, p): the largest logit of part p of row r; NaN if a logit is NaN or plus infinity."""
+    """Program (r, p) writes the largest logit of part p of row r, divided by the temperature, to `tops_RP`; NaN if a
+    logit of the part is NaN or plus infinity."""
     row, part = tl.program_id(0), tl.program_id(1)
     divisor, _ = _degree(settings_R5, row)
     logits_B, _ = _block(logits_RV + row.to(tl.int64) * stride, part * BLOCK, size, divisor, BLOCK)
@@ -417,7 +418,8 @@ def draw_on_device(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Draw a token per row from the softmax of logits / temperature over the tokens that the filters leave; returns
     token ids [R] and their log-probabilities [R] in that distribution. If one of a row's logits is NaN or plus
-    infinity, or all are minus infinity, the log-probability is NaN, of token 0. The host waits once, for the result.
+    infinity, or all are minus infinity, the row gets token 0 with the log-probability NaN. The host waits once, for the
+    result.
 
     Args:
         logits_RV: float32.

@@ -198,7 +198,7 @@ def _turned(node: Any) -> Any:
 
 
 class _Product(NamedTuple):
-    """A call of `torch.nn.functional.linear` with parameters."""
+    """A call of `torch.nn.functional.linear` (`node`) whose weight and bias (None: none) are parameters."""
 
     node: Node
     weight: nn.Parameter

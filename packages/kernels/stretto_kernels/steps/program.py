@@ -89,7 +89,8 @@ class _Attention(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A product that Python computes, by a kernel of torch's or oneDNN's."""
+    """A product x · weightᵀ + bias (None: 0), written to `out`, that Python computes in place of the loop by
+    `multiply`, a kernel of torch's or oneDNN's."""
 
     multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     x: _Value
@@ -293,7 +294,8 @@ class _Writer:
         return self.fixed[node]
 
     def _step(self, op: int, *places: int, n: int = 0, m: int = 0, k: int = 0, last: bool = False) -> None:
-        """Append a step (see `program_loop.run`), and note that it uses its places. `n`, `m`, `k`: its sizes."""
+        """Append a step (see `program_loop.run`) with the operation `op`, and note for each of its `places` that the
+        step uses it. `n`, `m`, `k`: its sizes. `last`: it is for the last rows only."""
         for place in places:
             self.used[self.tails[place].place if place in self.tails else place].append(len(self.steps))
         self.steps.append([op, *places, *[0] * (5 - len(places)), n, m, k, int(last), 0, 0, 0, 0])

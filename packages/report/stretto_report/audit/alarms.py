@@ -130,7 +130,7 @@ def idle_role(found: Evidence) -> Iterator[Alarm]:
 
 def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
     """Yield an alarm if the mean staleness of the newest ten measured steps is at least nine tenths of the bound in
-    force: generation mostly waits for the bound. None in a run without a bound or with the bound 0."""
+    force: the bound mostly keeps new groups from starting. No alarm in a run without a bound, or with the bound 0."""
     bound = found.in_force
     if not bound or not np.isfinite(bound):
         return
@@ -162,7 +162,7 @@ class Check:
     """One alarm function (`alarms`) with its title and the measurements that it needs.
 
     `is_measured`: at least one series of `needs` has measurements for `windows` windows of ten steps; always if `needs`
-    is empty. A name that ends with a point is a prefix of series names; ``evaluation`` means at least two evaluations.
+    is empty. A name that ends with "." is a prefix of series names; ``evaluation`` means at least two evaluations.
     """
 
     title: str

@@ -32,9 +32,9 @@ class RecordedChange:
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds set by the section `rollout` of the recipe. `max_staleness` and `max_in_flight`: at the start of the run;
-    infinite: no bound. `adaptive`: for each bound that is "auto", its least value, with which the run begins, and its
-    greatest."""
+    """Keys of the recipe's section `rollout` that the laws compare a run with, under their own names. `max_staleness`
+    and `max_in_flight`: at the start of the run; infinite: no bound. `adaptive`: for each bound that is "auto", its
+    least value, with which the run begins, and its greatest."""
 
     batch_size: int
     group_size: int

@@ -125,8 +125,8 @@ def broken_files(folder: Path, start: Mapping[str, Mapping[str, Mapping[str, obj
 
 
 def payload_fits(trajectory: str, columns: Sequence[object], payload: bytes) -> bool:
-    """Whether the checksum at the begin of a trajectory's payload matches its content. `trajectory`: its id; `columns`:
-    its outcome, reward, stop reason and interruptions."""
+    """Whether the checksum with which the payload of a trajectory begins matches the rest and `columns`. `trajectory`:
+    its id; `columns`: its outcome, reward, stop reason and interruptions."""
     return payload[:CHECKSUM_BYTES] == _checksum(trajectory, columns, payload[CHECKSUM_BYTES:])
 
 
@@ -193,8 +193,9 @@ def counted(segment: Sequence[Any]) -> list[Any]:
 
 
 def _decisive_packed(segment: list[Any]) -> list[object]:
-    """Return the part of a segment that a step's checksum of 128 bits covers. A segment of an earlier format, buffered
-    before the run was resumed by this version, is packed first."""
+    """Return what of a segment enters a step's checksum of 128 bits: one checksum of its tokens, log-probabilities and
+    versions (0 without tokens), its interruptions, stop reason, parent and reward. A segment of an earlier format,
+    buffered before the run was resumed by this version, is packed first."""
     if not isinstance(segment[0], bytes):
         segment = _packed(segment)
     columns, tokens, versions, _, interrupted, stop_reason, _, parent, _, reward = segment

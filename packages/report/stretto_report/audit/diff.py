@@ -98,8 +98,9 @@ def _differences(one: _Step, other: _Step) -> Iterator[str]:
 
 
 def _of_segments(left: Trajectory, right: Trajectory) -> Iterator[str]:
-    """Yield a name for another number of segments, and for each field in which two trajectories differ, segment by
-    segment; segments are numbered if there are several. Engines and interruptions are not compared."""
+    """Yield the names of what differs between two trajectories: "segments" with both numbers if they have not equally
+    many, then each field in which two segments of the same index differ. Segments are numbered if there are several.
+    Engines and interruptions are not compared."""
     if (counts := [len(one.segments) for one in (left, right)])[0] != counts[1]:
         yield f"segments of {left.id} ({counts[0]} and {counts[1]})"
     for place, (ours, theirs) in enumerate(zip(left.segments, right.segments, strict=False)):

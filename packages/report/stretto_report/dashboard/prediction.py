@@ -60,7 +60,8 @@ class _Layout(Record, frozen=True, forbid_unknown_fields=False):
 
 
 class _Saved(Record, frozen=True, forbid_unknown_fields=False):
-    """Fields that are read from a saved output of `stretto plan --json`."""
+    """Fields that are read from a saved output of `stretto plan --json`; others are ignored. `recipe`: digest of the
+    planned recipe; None: the plan is for a number of GPUs."""
 
     machine: str
     layouts: tuple[_Layout, ...]

@@ -101,7 +101,7 @@ class EndReason(msgspec.Struct, frozen=True):
 
 
 class EndSession(msgspec.Struct, frozen=True):
-    """Body of ``sessions/ID/finish``: the client ends its session"""
+    """Body of ``sessions/ID/finish``: the client ends its session. `detail` is ignored"""
 
     reason: EndReason = EndReason()
     detail: str | None = None
@@ -212,7 +212,8 @@ class LoadWeights(_Typed, frozen=True):
 
 class OpenSampler(_Typed, frozen=True):
     """Body of ``create_sampling_session``. `sampling_session_seq_id`: number of the sampling session in the session.
-    `model_path`: weights, ``tinker://...``; None: the base model"""
+    `model_path`: weights, ``tinker://...``; None: the base model, which `base_model` must then name. None for both is
+    refused"""
 
     session_id: str
     sampling_session_seq_id: Count
@@ -265,7 +266,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 class TargetIds(msgspec.Struct, frozen=True):
     """Tokens whose log-probabilities are requested at each position of a prompt after the first, [P - 1, K]: a dense
-    array, flat in `data`, or a sparse one in CSR format."""
+    array, flat in `data`, or a sparse one in CSR format, with the fields `sparse_...` (None: dense)."""
 
     data: list[int]
     dtype: str = "int64"

@@ -235,7 +235,8 @@ def _differ_in_modulus(gold: str, given: str) -> bool:
 
 
 def _is_unfinished(text: str) -> bool:
-    """Whether the text ends in an operator, behind which something is missing."""
+    """Whether the text ends in an equals, times or division sign, behind which something is missing. False if another
+    sign stands directly before it, as in ``==``."""
     end = text[-40:].rstrip("$* \t\n")
     return end.endswith(_OPERATORS) and end[-2:-1] not in {*"-=+×/<>"}
 

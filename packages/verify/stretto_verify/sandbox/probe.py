@@ -38,8 +38,8 @@ class Finding(Record, frozen=True):
 
 
 class Rung(Record, frozen=True):
-    """Walls that were tried: the findings of the attacks, or the `problem` that prevented or ended them, else "".
-    `warm`: one guest ran all programs."""
+    """Walls of a `level` that were tried: the findings of the attacks, or the `problem` that prevented or ended them,
+    else "". `warm`: one guest ran all programs."""
 
     level: str
     warm: bool

@@ -69,8 +69,9 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Walls:
-    """One rung of the ladder: the walls of a sandbox. `group`: a control group; `namespaces`: clone flags of the
-    namespaces that each program gets."""
+    """One rung of the ladder: the walls of a sandbox of this `level`. `bwrap`: the guest runs in bubblewrap. `group`:
+    in a control group. `namespaces`: clone flags of the namespaces that each program gets; 0: none. `landlock`,
+    `seccomp`: the kernel limits its files, and its system calls."""
 
     level: Level
     bwrap: bool = False

@@ -50,7 +50,8 @@ class Message(Record, frozen=True):
 
 
 class Tool(Record, frozen=True):
-    """A tool that the model may call. `parameters`: a JSON schema. `strict`: the client wants calls that fit it."""
+    """A tool that the model may call. `parameters`: a JSON schema. `strict`: whether the client wants calls that fit
+    it; None: it has not said."""
 
     name: str
     description: str = ""

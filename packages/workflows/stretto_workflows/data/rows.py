@@ -23,7 +23,8 @@ class Columns:
     `system_prompt`: system message for rows that have none; None: none. `render(row, place)`, if given, makes the
     prompt, and the key `prompt` is not read. `as_chat`: the tokenizer's chat template, if any, applies to plain texts
     too. `template_arguments`: of the chat template, (name, value). `source`: name of the source, which begins the ids
-    of its questions. `seen`: by id, the place of each earlier row, for errors.
+    of its questions. `key`: what stands before the names of its keys in an override of the recipe, "task." or "".
+    `seen`: by id, the place of each earlier row, for errors.
     """
 
     prompt: str = "prompt"

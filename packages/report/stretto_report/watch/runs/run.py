@@ -71,7 +71,7 @@ class RunSummary(Record, frozen=True):
 
 
 class _Recorded(Record, frozen=True):
-    """Facts of the ledger about the whole run. `newest`: newest published step and its version."""
+    """Facts of the ledger about the whole run; None: not on record. `newest`: newest published step and its version."""
 
     totals: Totals | None = None
     engines: tuple[Membership, ...] = ()
@@ -97,8 +97,8 @@ class Tables:
 
 
 class WatchedRun:
-    """Read-only view of the run in `folder`, whatever its condition. `id`: in addresses; `name`: for people; `cache`:
-    of what was read. A run is open while it has `tables`.
+    """Read-only view of the run in `folder`, whatever its condition. `id` stands in web addresses, `name` is shown.
+    `cache` keeps what was read, for the next process. A run is open while it has `tables`.
 
     `faults`: by file name, a sentence for each file that cannot be read; everything else is shown.
     """

@@ -58,8 +58,8 @@ def accepts(gold: str, answer: str) -> bool:
 
 
 def _is_read(part: re.Match[str], text: str, found: object) -> bool:
-    """Whether math-verify has read this part of the text: replacing it by another number or word changes the result
-    `found`."""
+    """Whether math-verify has read this part of the text: with another number or word in its place, the text cannot be
+    read, or gives another result than `found`."""
     other = str(int(part[0]) + 1) if part[0].isdigit() else "q" if part[0] != "q" else "r"
     changed: list[Any] = parse(text[: part.start()] + other + text[part.end() :], parsing_timeout=None)
     return not changed or bool(changed[0] != found)

@@ -60,6 +60,7 @@ def _name(text: str, form: re.Pattern[str]) -> str:
 
 
 def is_named(words: str) -> bool:
-    """Whether the subject of a sentence, `words`, is a name: Alice, not "the function"."""
+    """Whether `words`, the beginning of a sentence, begin with a name of more than one letter as its subject: Alice,
+    not "the function"."""
     found = re.match(_NAMED, _LEAD.sub("", words))
     return found is not None and len(found["name"]) > 1 and found["name"].split()[0].lower() not in _NO_NAMES

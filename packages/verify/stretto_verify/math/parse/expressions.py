@@ -35,7 +35,8 @@ class Number:
 
     @property
     def significant(self) -> int:
-        """The number of significant digits."""
+        """Number of significant digits of a decimal or whole number, zeros at its end included; of a fraction, those of
+        its whole part."""
         return len(str(abs(self.value.numerator * 10 ** (self.places or 0) // self.value.denominator)))
 
 

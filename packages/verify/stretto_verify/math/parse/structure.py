@@ -133,7 +133,7 @@ def says_nothing(words: str) -> bool:
 
 
 def candidates(text: str) -> Counter[str]:
-    """Number of occurrences of each digit, choice letter and stance in a text."""
+    """Number of occurrences of each digit, choice letter and stance (yes, no, true, false) in a text."""
     return Counter(_CANDIDATE.findall(_ARTICLE_OR_I.sub(" ", _COMMAND.sub(" ", text))))
 
 
