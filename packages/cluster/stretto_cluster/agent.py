@@ -174,7 +174,8 @@ async def run_agent(offer: Offer, say: Callable[[str], None], leave: asyncio.Eve
 @dataclass
 class _Session:
     """One connection to the gate, from the handshake to its end. `held`: descriptors of the locks of `folder` and
-    `memory` (of the weights). `seats`: empty before the model is here. `logs`: by name, of all roles that ran here."""
+    `memory` (of the weights). `mirror`: pulls the weights; None until it is made. `seats`: empty before the model is
+    here. `logs`: by name, of all roles that ran here."""
 
     offer: Offer
     terms: RunTerms

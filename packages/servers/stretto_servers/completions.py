@@ -187,7 +187,7 @@ class OpenCompletion:
 
     def take_back(self, watch: Watch | None) -> int:
         """Drop the uncertain tokens of the current request, which has ended; returns their number. `watch`: finds stop
-        texts from the first token on."""
+        texts from the first token on; None: there are none."""
         end, dropped = len(self.token_ids) - self.uncertain, self.uncertain
         for column in (self.token_ids, self.logprobs, self.versions, self.likeliest):
             del column[end:]

@@ -63,7 +63,7 @@ class Datum:
             prompt, completion: token ids.
             weight: of each token of the completion.
             logprobs: of the completion's tokens, under the policy that sampled them.
-            advantages: of the completion's tokens; a number: the same for all.
+            advantages: of the completion's tokens; a number: the same for all; None: none.
 
         Raises:
             DataError: the prompt is empty, or a text is given.

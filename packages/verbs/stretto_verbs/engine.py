@@ -130,7 +130,7 @@ class LocalEngine:
         Args:
             model: a model folder, or a `stretto.SharedModel`: one model in memory that several engines share.
             lora: for a shared model: the rank of the adapters that `update` will bring, or their settings.
-            ledger: ledger of the scheduler whose tickets are sampled. After a kill, sampling of a ticket continues
+            ledger: of the scheduler whose tickets are sampled; None: none. After a kill, sampling of a ticket continues
                 after its recorded tokens; the tokens of the last one or two seconds are lost, and all top
                 log-probabilities.
             apart: run the engine in a process of its own. Several engines (`count`) and servers of other makes
@@ -331,7 +331,7 @@ class LocalEngine:
 
         Args:
             messages: one conversation, or a list; a conversation is a list of messages with ``role`` and ``content``.
-            template_arguments: arguments of the chat template, such as ``{"enable_thinking": False}``.
+            template_arguments: arguments of the chat template, such as ``{"enable_thinking": False}``; None: none.
             **settings: as for `generate`.
 
         Raises:

@@ -266,7 +266,7 @@ class GroupScheduler:
 
         Args:
             version: the trainer's version after the step; it trains on the next batch.
-            metrics: numbers of the step, recorded in the ledger.
+            metrics: numbers of the step, recorded in the ledger; None: none.
 
         Raises:
             DataError: no batch was taken, it does not lead to this version, or a metric is not a number.

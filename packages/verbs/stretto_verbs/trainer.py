@@ -157,7 +157,7 @@ class LocalTrainer:
         """Start a trainer with the same methods in a process of its own. Other arguments are those of `Trainer`.
 
         Args:
-            deadlines: keys of a recipe's section ``[deadlines]``: `start`, `hung`.
+            deadlines: keys of a recipe's section ``[deadlines]``: `start`, `hung`; None: the defaults.
 
         Raises:
             ModelFolderError, RecipeError: as for a trainer in this process.
@@ -275,7 +275,7 @@ class LocalTrainer:
         """Take a step of AdamW with the accumulated gradient, and clear the gradient. Returns the gradient's norm
         before clipping, and whether the step was taken.
 
-        The arguments replace the settings of the trainer for this step; a `max_grad_norm` of infinity disables
+        Arguments other than None replace the trainer's settings for this step; a `max_grad_norm` of infinity disables
         clipping. The step is skipped if the gradient is not finite, or the batch had no token that is trained on.
 
         Raises:

@@ -316,7 +316,8 @@ class Session:
         paths to them. Turns that broke off, or that only an earlier process requested, are left out; `parent` counts
         the segments that are returned.
 
-        `rewards`: rewards of single turns, by node; they replace recorded ones, which stay for turns not in it.
+        `rewards`: rewards of single turns, by node; they replace recorded ones, which stay for turns not in it (None:
+        for all).
         """
         kept = set[int]()
         for node in self.returned:

@@ -21,8 +21,9 @@ _REACHED = 0.8  # achieved share of a network's nominal rate
 @dataclass(frozen=True)
 class PlanChoice:
     """Options of `stretto plan` besides the recipe, as given. `machine`: file or name. `gpus`: devices, None: predict
-    the recipe's own layout. `nodes`: over which these are spread. `network`: rate of one device to other nodes
-    ("400gbit"). `lengths`: of completions. `run`: folder of the predicted run, into which the plan is written."""
+    the recipe's own layout. `nodes`: over which these are spread; None: nodes of the machine's size. `network`: rate of
+    one device to other nodes ("400gbit"). `lengths`: of completions. `run`: folder of the predicted run, into which the
+    plan is written."""
 
     machine: str
     gpus: int | None = None

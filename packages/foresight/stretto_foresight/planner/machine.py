@@ -27,16 +27,27 @@ Amount = Annotated[float, Meta(ge=0)]
 
 
 class MachineProfile(Record, frozen=True, forbid_unknown_fields=True):
-    """Speeds of one device and its connections. Rates are achieved rates, not data sheet maxima. `*_flops` are in FLOPs
-    per second, `*_bandwidth` in bytes per second of one device, `*_seconds` in seconds of the operation named. Costs
-    that are not given are zero. Each field's comment says what it counts, and what its zero means.
+    """Speeds of one device and its connections, and times of the work around them. Rates are achieved rates, not data
+    sheet maxima. `*_flops` are in FLOPs per second, `*_bandwidth` in bytes per second of one device, `*_seconds` in
+    seconds. Costs that are not given are zero. `memory_gib`: of one device. `sources`: where each number comes from.
 
     Generation: a decode step takes `step_seconds`, plus `layer_seconds` per layer, `row_seconds` per completion and
     `row_width_seconds` per completion, layer and unit of width; plus the FLOPs at the rate `decode_flops` or the
-    weights at `weight_bandwidth`, whichever is longer; plus the KV cache at `cache_bandwidth`. Training:
-    `train_seconds` per step, `micro_batch_seconds` per micro-batch and layer, `token_width_seconds` per token, layer
-    and unit of width, `pair_width_seconds` per squared sequence length, layer and unit of width, and the FLOPs at the
-    rate `train_flops`.
+    weights at `weight_bandwidth`, whichever is longer; plus the KV cache at `cache_bandwidth`. A prefill takes
+    `prefill_seconds`, `prefill_token_seconds` per token, and its FLOPs at the rate `prefill_flops`.
+
+    Training: `train_seconds` per step, `micro_batch_seconds` per micro-batch and layer, `token_width_seconds` per
+    token, layer and unit of width, `pair_width_seconds` per squared sequence length, layer and unit of width,
+    `sequence_seconds` per completion, `parameter_seconds` per parameter (optimizer step and publication), and the FLOPs
+    at the rate `train_flops`.
+
+    Between them: a version can be loaded after `transfer_seconds`, and its load takes `load_seconds`, plus
+    `*_parameter_seconds` per parameter. Per completion: `judge_seconds`, `serve_seconds` of an engine between its
+    steps, `conduct_seconds` of the conductor beside other roles, `batch_seconds` of the conductor between two training
+    steps. `start_seconds`: from the command to the first prompt. `link_bandwidth`: between devices of a node (0: one
+    process has all of them), `link_seconds`: of one collective, `network_bandwidth`: between nodes (0: as within one),
+    `node_devices`: devices of a node. `cores`: CPU cores that all roles share (0: each role has its own device);
+    `beside`: slowdown by another role at work on a core of its own.
     """
 
     name: str

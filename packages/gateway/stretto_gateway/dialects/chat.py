@@ -50,7 +50,7 @@ class ChatCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessageBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A message of a request, which may have the fields of an earlier reply."""
+    """A message of a request, which may have the fields of an earlier reply. A null field counts as absent."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ChatTextPart] | None = None

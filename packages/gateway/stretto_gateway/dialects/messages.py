@@ -107,7 +107,7 @@ class OutputConfig(Record, frozen=True):
 
 
 class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """Body of POST /v1/messages/count_tokens: the fields of a prompt."""
+    """Body of POST /v1/messages/count_tokens: the fields of a prompt. A null field counts as absent."""
 
     model: str
     messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
@@ -116,7 +116,8 @@ class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
 
 
 class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """Body of POST /v1/messages; fields without effect are ignored."""
+    """Body of POST /v1/messages: the fields of a prompt (`CountBody`), and how to sample. A null field counts as
+    absent; fields without effect are ignored."""
 
     max_tokens: MostTokens
     tool_choice: ToolChoice | None = None

@@ -33,7 +33,7 @@ from stretto_workflows.chat.messages import SamplingOptions
 
 class TokenSampling(Record, frozen=True, kw_only=True):
     """The supported part of vLLM's `SamplingParams`. Options from `skip_special_tokens` on are ignored; those from `n`
-    on must have the value without effect."""
+    on must have the value without effect. A null field counts as absent."""
 
     max_tokens: MostTokens | None = None
     temperature: Temperature = 1.0
@@ -61,7 +61,8 @@ class TokenSampling(Record, frozen=True, kw_only=True):
 
 
 class TokenBody(Record, frozen=True, kw_only=True):
-    """Body of POST /inference/v1/generate. `stream_options`, `cache_salt` and `priority` are ignored."""
+    """Body of POST /inference/v1/generate. `model`: None: the served one. `request_id`: returned in the reply; None:
+    the server chooses one. `stream_options`, `cache_salt` and `priority` are ignored."""
 
     token_ids: list[int]
     sampling_params: TokenSampling

@@ -192,7 +192,8 @@ class _Head(torch.autograd.Function):
 
 
 def _plus_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """total + left · right, in float32 for half precision, written over `total`. None: 0, and a new tensor."""
+    """total + left · right, written over `total` and returned; `total` None: left · right, as a new tensor. In float32
+    if the factors are of half precision."""
     half = left.dtype in (torch.bfloat16, torch.float16)
     if half and left.is_cuda:  # the product itself is not rounded to half precision
         if total is None:

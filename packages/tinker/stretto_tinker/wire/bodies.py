@@ -195,6 +195,7 @@ class LoadWeights(_Typed, frozen=True):
     """Body of ``load_weights``, into an existing model (`model_id`) or a new one (`session_id` and `model_seq_id`)
 
     `path`: of the checkpoint, ``tinker://...``. `optimizer`: load the optimizer state too; otherwise it is reset.
+    `base_model` and `optimizer_config` may be None; else they must name the served model, and "adamw".
     `weights_access_token` is refused.
     """
 
@@ -276,8 +277,9 @@ class TargetIds(msgspec.Struct, frozen=True):
 
 
 class Sample(_Typed, frozen=True):
-    """Body of ``asample``. `seq_id`: number of the request in its sampling session. The fields from `prompt_logprobs`
-    on ask for log-probabilities and likeliest tokens, of the prompt or of the samples (`topk_sample_logprobs`);
+    """Body of ``asample``. `seq_id`: number of the request in its sampling session, `sampling_session_id`; None for
+    either is refused. The weights are those of the session. The fields from `prompt_logprobs` on ask for
+    log-probabilities and likeliest tokens, of the prompt or of the samples (`topk_sample_logprobs`);
     `record_stability_info` is refused"""
 
     prompt: PromptTokens

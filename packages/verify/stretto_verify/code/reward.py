@@ -115,7 +115,7 @@ class CodeReward:
 
     def _judge_input(self, program: Program, test: StdinTest, clock: _Clock, *, alike: bool) -> str:
         """Run the program on one input and charge its time to `clock`. Return the reason of its failure (`_OUT_OF_TIME`
-        if earlier tests have used up its time), "" if it passes."""
+        if earlier tests have used up its time), "" if it passes. `alike`: as for `same_text`."""
         if clock.left <= 0:
             return _OUT_OF_TIME
         seconds, patience = clock.allow(1)
@@ -132,7 +132,7 @@ class CodeReward:
     ) -> tuple[int, str]:
         """Run all calls in one process, which gets the arguments but not the expected results, and charge its time to
         `clock`. Return the number of passed calls and the first failure, "" if there is none; 0 if the program wrote
-        among the results."""
+        among the results. `alike`: as for `same_value`."""
         calls = [{"name": test.call, "args": list(test.args)} for test in tests]
         ended = self._run({**program._asdict(), "calls": calls}, b"", *clock.allow(len(tests)))
         clock.charge(ended)

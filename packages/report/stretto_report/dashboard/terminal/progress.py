@@ -80,7 +80,7 @@ def sparkline(values: Sequence[float], width: int, levels: str = _LEVELS) -> str
 
 def _courses(trends: Mapping[str, Sequence[float]], width: int, ascii_only: bool) -> Table:
     """Make a table with one line for each trend: small bars between its minimum (at most 0) and its maximum, and these
-    two numbers. Accuracies are drawn between 0 and 1, without numbers."""
+    two numbers. Accuracies are drawn between 0 and 1, without numbers. `ascii_only`: without other characters."""
     table = Table.grid(padding=(0, 1, 0, 0))
     table.add_column(style="dim", overflow="fold")
     labels = max(map(len, trends)) + 1

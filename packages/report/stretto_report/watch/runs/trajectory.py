@@ -61,8 +61,9 @@ class TokenColumns(Record, frozen=True):
 class ShownSegment(Record, frozen=True):
     """A segment with its `tokens` in the requested window. `index`: of the segment; `length`: its number of tokens;
     `offset`: index of its first token in the trajectory. `role`: "assistant" if its tokens are `sampled`, else "given".
-    `parent`, `cause`: as in `ExportedSegment`. `engines`: names with numbers of tokens. `interrupted`: how often a load
-    of weights interrupted it. `calls`: tool calls in a sampled segment, if the window has its beginning."""
+    `parent`, `cause`, `reward`: as in `ExportedSegment`. `stop_reason`: None: given, or not ended. `engines`: names
+    with numbers of tokens. `interrupted`: how often a load of weights interrupted it. `calls`: tool calls in a sampled
+    segment, if the window has its beginning."""
 
     index: int
     role: str

@@ -156,7 +156,7 @@ _JOINED: Final = re.compile(r"[*/^-]")
 
 def product(text: str, power: str | None = None) -> str:
     r"""Canonical name of a unit: its factors in order, those below a slash behind it; "" if a part of the text is no
-    unit. "?" and the text, if the unit has two readings (J/mol K). `power`: exponent of the last factor.
+    unit. "?" and the text, if the unit has two readings (J/mol K). `power`: exponent of the last factor; None: none.
 
     >>> product("m/s/s"), product("meters per second squared"), product("ft-lb"), product("sq ft"), product("apples")
     ('m/s^2', 'm/s^2', 'ft*lb', 'ft^2', '')
