@@ -52,14 +52,14 @@ SAMPLES, LONGEST, MEAN, SIGMA = 16, 27_648, 12_450.0, 0.9  # the paper's; the me
 
 
 class Share(Ranks):
-    """The first of several shares."""
+    """Stand-in for the first of `shares` ranks, without the others: packing asks only for their number."""
 
     def __init__(self, shares: int) -> None:
         self.shares = shares
 
 
 def packed(sampled: SampledBatch, parts: int, shares: int = 1) -> list[Minibatch]:
-    """Pack the minibatches of one of `shares` ranks, on the CPU."""
+    """Divide a batch into `parts` minibatches, and pack each for the first of `shares` ranks, on the CPU."""
     samples, config = sampled.samples, TrainerConfig(micro_batch_tokens=32_768, minibatches=parts)
     divided = minibatches([len(sample.token_ids) for sample in samples], parts)
     aggregation, device = ALGORITHM.aggregation, torch.device("cpu")
@@ -68,7 +68,8 @@ def packed(sampled: SampledBatch, parts: int, shares: int = 1) -> list[Minibatch
 
 
 def cost(work: Callable[[], Any], tokens: int, passes: int = 3) -> dict[str, float]:
-    """Least CPU seconds of some passes, and most bytes of one more pass, each for a million tokens."""
+    """Least CPU seconds of `passes` calls of `work`, and most bytes of memory during one more call, each for a million
+    of its `tokens`."""
     seconds = []
     for _ in range(passes):
         gc.collect()

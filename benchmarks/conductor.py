@@ -205,7 +205,8 @@ def row(setting: Setting, found: dict[str, Any]) -> tuple[object, ...]:
 
 
 def settings(engines: list[int], steps: int, quick: bool) -> list[Setting]:
-    """Settings with instant short completions, with long ones, and with completions that stay in flight for seconds."""
+    """Settings with instant short completions for each number of `engines`; unless `quick`, for the last number also
+    with long ones, and with completions that stay in flight for seconds."""
     found = [Setting(count, steps) for count in engines]
     largest = Setting(engines[-1], steps)
     further = [

@@ -184,7 +184,7 @@ class Disturbed:
         return False
 
     def _settle(self, at_the_end: bool = False) -> None:
-        """Close the kills after which the run has done another step."""
+        """Count those open kills as survived after which the run has done another step; all of them `at_the_end`."""
         if self._open:
             done = steps_done(self._run_dir)
             over = [blow for blow in self._open if at_the_end or done > blow.at_step]

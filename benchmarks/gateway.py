@@ -129,7 +129,8 @@ def serve_instantly(model: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def served(model: Path, sessions: Path, *, instantly: bool) -> Iterator[tuple[int, str]]:
-    """Start a gateway process for the block; yields its pid and its address."""
+    """Start a gateway process for the block; yields its pid and its address. `instantly`: with `InstantModel`, else
+    with the engine."""
     ours = ["benchmarks.gateway", "--serve", str(model), str(sessions)]
     users = ["stretto_app.cli.main", "gateway", str(model), "--port", "0", "--folder", str(sessions)]
     command = [sys.executable, "-m", *(ours if instantly else [*users, f"engine.slots={SLOTS}"])]

@@ -113,8 +113,9 @@ def main(words: Sequence[str] | None = None) -> int:
 def measured(
     parts: Sequence[str], rehearse: bool, vllm: str, budget: float = BUDGET
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each part with its results, or why there are none. A process does one part after another; after one that
-    has failed the next has a new process."""
+    """Yield each part with its results, or why there are none; a part for which the `budget` (seconds) no longer
+    suffices is skipped. `rehearse`: small sizes, on the CPU, without a budget. `vllm`: an interpreter with vLLM, or "".
+    A process does one part after another; after one that has failed the next has a new process."""
     end, worker = time.monotonic() + budget, None
     try:
         for name in parts:
@@ -180,7 +181,8 @@ class Worker:
 
 
 def serve(folder: Path, rehearse: bool, vllm: str) -> int:
-    """Do the parts that are named on the standard input; each has its results in a file of `folder`."""
+    """Do the parts that are named on the standard input; each has its results in a file of `folder`. `rehearse`,
+    `vllm`: as in `measured`. Returns 0."""
     asked = Asked(REHEARSED if rehearse else Size(), torch.device("cpu" if rehearse else "cuda"), folder, vllm)
     for line in sys.stdin:
         name = line.strip()

@@ -86,7 +86,8 @@ def spread(values: Sequence[float]) -> str:
 
 
 def learns(seeds: Sequence[int], steps: int | None) -> dict[str, Any]:
-    """The recipe as it is, one seed after the other: accuracy at the start and at the end, and time."""
+    """The recipe as it is, one seed after the other: accuracy at the start and at the end, and time. `steps`: None: the
+    recipe's."""
     extra = [] if steps is None else [f"trainer.steps={steps}"]
     rows: list[dict[str, Any]] = []
     table = Table("seed", "held-out accuracy", "RL seconds", "trained/s", "staleness mean", "largest", "busy")

@@ -25,7 +25,8 @@ from stretto.trainer.objective.algorithm import AlgorithmConfig
 
 
 class PaddedTrainer:
-    """Example: ``PaddedTrainer(model, config, algorithm, longest=144, rows=16).train(batch)``"""
+    """Trainer with the objective and optimizer of stretto's, whose rows go through the model padded, as in
+    transformers' `Trainer`. Example: ``PaddedTrainer(model, config, algorithm, longest=144, rows=16).train(batch)``"""
 
     def __init__(
         self,

@@ -177,7 +177,8 @@ def _row(name: str, prediction: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_load(load: float, loaded: bool) -> None:
-    """Raise SystemExit if other work keeps more than half a core of the machine busy."""
+    """Raise SystemExit if other work keeps more than half a core of the machine busy (`load`, in cores), unless that is
+    allowed (`loaded`)."""
     if load > _QUIET and not loaded:
         raise SystemExit(
             f"the machine works for others (load {load:.1f}): wait until it is below {_QUIET}, or --loaded"

@@ -102,7 +102,8 @@ def server() -> Ratios:
 
 
 def weights(*, network: bool) -> Ratios:
-    """Bytes per second of a 48M bfloat16 version until an engine can read it, as a share of a plain copy's."""
+    """Bytes per second of a 48M bfloat16 version until an engine can read it, as a share of a plain copy's. `network`:
+    it comes from a weights server."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         build = make("48M", Path(folder))
@@ -243,7 +244,8 @@ def revision() -> str:
 
 
 def compare(names: list[str], against: str | None) -> tuple[dict[str, Ratios], bool]:
-    """Measure, print and compare; the flag says whether anything failed or became slower."""
+    """Measure the ratios `names`, print them, and compare them with those of the commit `against` (None: with the
+    newest on record); the flag says whether anything failed or became slower."""
     before = last_points(course())
     table, found, bad = Table("ratio", "before", "now", "change", ""), dict[str, Ratios](), False
     with tree_of(against) if against else nullcontext() as other:

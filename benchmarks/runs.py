@@ -30,13 +30,14 @@ class Run:
         return self.inspection.trajectories.trained / self.inspection.rl_seconds
 
     def seconds_to(self, accuracy: float) -> float | None:
-        """Seconds of reinforcement until an evaluation during the run first reached this held-out accuracy."""
+        """Seconds of reinforcement until an evaluation during the run first reached this held-out accuracy; None if
+        none did."""
         reached = [e.rl_seconds for e in self.evaluations if e.accuracy >= accuracy]
         return min(reached) if reached else None
 
 
 def train(overrides: Sequence[str], recipe: Path = RECIPE, keep: Path | None = None) -> Run:
-    """Do one run in a temporary folder (or in `keep`).
+    """Do one run in a temporary folder, or (unless None) in `keep`.
 
     Raises:
         RuntimeError: the run failed; the message ends with the last lines of its output.

@@ -17,7 +17,7 @@ from stretto_app.study.summary import table
 
 
 def positive(word: str) -> int:
-    """Raises ValueError: it is no number, or less than 1."""
+    """Convert a word of the command line to a whole number. Raises ValueError if it is none, or less than 1."""
     if (number := int(word)) < 1:
         raise ValueError(word)
     return number

@@ -58,7 +58,8 @@ class Tally:
     parts: tuple[Part, ...] = ()
 
     def plus(self, part: Part) -> Tally:
-        """
+        """Return the tally with a further part.
+
         Raises:
             ValueError: some of its numbers are counted already.
         """
@@ -106,7 +107,8 @@ def measured(
     problems: Sequence[str],
     seen: dict[str, Any] | None = None,
 ) -> Part:
-    """A part that ends now, on this machine; `began` is a time of `time.monotonic`."""
+    """A part that ends now, on this machine; `began` is a time of `time.monotonic`. `first`, `last`: the numbers that
+    it covers. `seen`: results that are not added up; None: none."""
     return Part(
         day=time.strftime("%Y-%m-%d", time.gmtime()),
         machine=machine(),

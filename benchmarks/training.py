@@ -86,7 +86,8 @@ def _trl(model: Path, threads: int, rows: int, steps: int, warm: int) -> float |
 
 
 def best(rows: Sequence[dict[str, Any]], threads: int, kind: str) -> float | None:
-    """Smallest speed-up of packed over the ways of that kind.
+    """Smallest speed-up of packed steps over the ways of that `kind`, with this number of threads; None if none was
+    measured.
 
     Ways that sort rows by length do not count, because transformers' `Trainer` sorts only if asked to; their ratio is
     shown beside the others.

@@ -182,7 +182,8 @@ def live_run(folder: Path, words: Sequence[str]) -> Iterator[subprocess.Popen[by
 
 
 def window(seconds: float, watched: bool, run: int, watching: int, browser: int) -> Window:
-    """Let server and browser work, or stop them, and measure what all processes use meanwhile."""
+    """Let server and browser work (`watched`) or stop them, for `seconds`, and measure what all processes use
+    meanwhile. `run`, `watching`, `browser`: pids of the roots of their process trees."""
     send(signal.SIGCONT if watched else signal.SIGSTOP, tree(watching, browser))
     time.sleep(_SETTLING_SECONDS)
     groups = (tree(run), tree(watching), tree(browser))

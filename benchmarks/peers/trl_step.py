@@ -44,7 +44,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 @dataclass(frozen=True)
 class Measurement:
-    """Example: ``{"tokens_per_second": 702.4, "seconds_of_each_step": [1.9, ...], ...}``"""
+    """Result of one run. Example: ``{"tokens_per_second": 702.4, "seconds_of_each_step": [1.9, ...], ...}``"""
 
     tokens_per_second: float  # trained, over the measured steps
     seconds_of_each_step: tuple[float, ...]
