@@ -35,8 +35,8 @@ AGENTS_TLS = "(the agent's folder of certificates)"
 
 class Join(Record, frozen=True, tag=True):
     """A machine with `gpus` GPUs (0: unknown) offers `count` places for roles of a `kind`, "engine" or "rank". `host`:
-    its name. `release`: of stretto. `run`: the run that it had joined before, "" at first. `served`: tenure of the
-    newest conductor that it has served, None at first."""
+    its name. `release`: of stretto. `run`: the run that it had joined before, "" at first. `served`: tenure (see
+    `Tenure`) of the newest conductor that it has served, None at first."""
 
     kind: Name
     host: Name  # host name, for display
@@ -76,8 +76,9 @@ class RunTerms(Record, frozen=True, tag=True):
     """Terms of the run for a machine: where its weights are served, and time limits in seconds. `lease`: of silence,
     after which each side gives up the other; `hung`: without a heartbeat of a role, which is then killed; `pull`:
     without a byte of a pull, which then fails. `mailbox`: name of the weight files. `size`: bytes of a version.
-    `published`: newest one, or -1. `delta`: when only the changes between versions are sent. `tenure`: of the
-    conductor. `reference`: machines of ranks fetch the reference model too."""
+    `published`: newest one, or -1. `delta`: when only the changes between versions are sent. `tenure`: the conductor's,
+    which tells newer conductors of the run from older ones. `reference`: machines of ranks fetch the reference model
+    too."""
 
     run: str
     mailbox: str  # name of the run's weight files in shared memory

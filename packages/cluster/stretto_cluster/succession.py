@@ -122,10 +122,10 @@ async def _lives(known: JoinFile, address: str, tls: str) -> bool:
 
 
 async def _asked(known: JoinFile, address: str, tls: str, look: Look) -> Tenure | None:
-    """Ask the conductor of the run at `address` for its tenure, by sending `look`; None if it does not reply, or is
-    about to end. `known`: join file, with the token; `tls`: folder of certificates, "" for none. Raises MachineLost if
-    nothing listens there, RecipeError for a wrong certificate of ours, and HandshakeRefused for another run, token or
-    protocol."""
+    """Ask the conductor of the run at `address` for its tenure (its age among the conductors of the run), by sending
+    `look`; None if it does not reply, or is about to end. `known`: join file, with the token; `tls`: folder of
+    certificates, "" for none. Raises MachineLost if nothing listens there, RecipeError for a wrong certificate of ours,
+    and HandshakeRefused for another run, token or protocol."""
     try:
         reader, writer = await connect(address, None if address.startswith(UNIX) else client_context(tls))
     except DeadlineExceeded:

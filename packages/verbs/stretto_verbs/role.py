@@ -55,8 +55,8 @@ def serve(connection: Connection) -> None:
 
 
 def _unpacked(method: str, packed: bytes) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Unpickle the arguments of a call; returns positional and keyword arguments. Raises RecipeError if this process
-    cannot import the function or class of an argument."""
+    """Unpickle the arguments of a call of `method` (its name, for the error); returns positional and keyword arguments.
+    Raises RecipeError if this process cannot import the function or class of an argument."""
     try:
         arguments, named = pickle.loads(packed)
     except Exception as error:  # importing a user's module may raise anything

@@ -33,6 +33,7 @@ def build_model(folder: str | Path, *, seed: int = 0, **settings: Any) -> Path:
         print(stretto.Engine.load(folder).sample("3", max_tokens=4)[0].text)
 
     Args:
+        seed: determines the random weights.
         **settings: keys of a recipe's section ``[model.build]``: `alphabet`, `layers`, `hidden_size`, `heads`, …
 
     Raises:

@@ -80,9 +80,11 @@ class RecordedSegment:
 
 @dataclass(frozen=True, slots=True)
 class RecordedTrajectory:
-    """A trajectory as recorded. `tokens`: number of sampled tokens. `segments`: None if its tokens were not kept or are
-    damaged. `writers`: names of the engines that sampled its tokens in order, with numbers of tokens; empty before
-    format 4, and without segments."""
+    """A trajectory as recorded. `trained_step`: None if it was not trained. `verdict`, `stop_reason`: None before its
+    end is recorded; `reward`: likewise, and if undecided. `tokens`: number of sampled tokens. `oldest_version`,
+    `newest_version`: of these; None if there are none. `segments`: None if its tokens were not kept or are damaged.
+    `writers`: names of the engines that sampled its tokens in order, with numbers of tokens; empty before format 4, and
+    without segments."""
 
     group: str
     member: int

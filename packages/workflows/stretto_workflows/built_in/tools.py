@@ -127,8 +127,8 @@ def _words(text: str) -> list[str]:
 
 class PythonTool:
     """Runs Python programs in the sandbox, without network and without files of this machine, each for at most
-    `seconds`. Called with the source, it returns the program's output, and how it ended if it failed; if the sandbox
-    fails, the reason."""
+    `seconds` of CPU time. Called with the source, it returns the program's output, and how it ended if it failed; if
+    the sandbox fails, the reason."""
 
     def __init__(self, seconds: float) -> None:
         """Try the sandbox.
