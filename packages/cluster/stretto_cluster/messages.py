@@ -134,7 +134,8 @@ class NewVersion(Record, frozen=True, tag=True):
 
 
 class Mirrored(Record, frozen=True, tag=True):
-    """The machine's mailbox has a version. Its transfer took `size` bytes over the network, and `seconds`."""
+    """The machine's mailbox (its weight files in shared memory) has a version. Its transfer took `size` bytes over the
+    network, and `seconds`."""
 
     version: Count
     size: Count

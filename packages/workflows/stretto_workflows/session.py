@@ -34,8 +34,8 @@ _ONCE = b"once "  # prefix of the recorded request of a call that is not repeata
 
 @dataclass(frozen=True)
 class Attachment:
-    """Position of a turn's prompt in a forest. `parent`: index of the segment that ends the known part, or PROMPT or
-    NOTHING; `tail`: tokens of the prompt after that part."""
+    """Position of a turn's prompt in a trajectory's forest of segments. `parent`: index of the segment that ends the
+    known part, or PROMPT or NOTHING; `tail`: tokens of the prompt after that part."""
 
     parent: int
     tail: Tokens

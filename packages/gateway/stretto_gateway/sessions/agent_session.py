@@ -45,7 +45,7 @@ class TurnRecord(Record, frozen=True):
 
     Attributes:
         turn: the reply to the agent's request.
-        node: id of its tokens in the session's forest.
+        node: index of its segment in the session's forest of tokens.
         behind: id of the turn whose history it continues; "" for none.
         new: messages between that history and this turn; all messages if there is none.
         tools: tools that the request offered.

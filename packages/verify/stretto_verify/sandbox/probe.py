@@ -29,8 +29,8 @@ _DAEMON_SECONDS = 0.5  # the attack's daemon needs 0.3 s to leave its mark
 
 
 class Finding(Record, frozen=True):
-    """Result of one attack on one rung: its name, whether the walls `stopped` it, and in `seen` the end of the
-    program's output and how it ended."""
+    """Result of one `attack` (its name) on the walls of one rung: whether they `stopped` it, and in `seen` the end of
+    the program's output and how it ended."""
 
     attack: str
     stopped: bool
@@ -59,7 +59,7 @@ class Rung(Record, frozen=True):
 
 
 class Report(Record, frozen=True):
-    """All rungs that were tried. The last one is used."""
+    """All rungs (walls of a sandbox) that were tried, strongest first. The last one is used."""
 
     rungs: tuple[Rung, ...]
 

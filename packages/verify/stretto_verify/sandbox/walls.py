@@ -58,7 +58,7 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 
 
 class Level(StrEnum):
-    """Strength of the walls. A later letter is weaker."""
+    """Strength of a sandbox's walls (what confines its programs). A later letter is weaker."""
 
     A = "A"
     B = "B"
@@ -69,9 +69,9 @@ class Level(StrEnum):
 
 @dataclass(frozen=True)
 class Walls:
-    """One rung of the ladder: the walls of a sandbox of this `level`. `bwrap`: the guest runs in bubblewrap. `group`:
-    in a control group. `namespaces`: clone flags of the namespaces that each program gets; 0: none. `landlock`,
-    `seccomp`: the kernel limits its files, and its system calls."""
+    """The walls of a sandbox (what confines its programs), of this `level`: one rung of `ladder`. `bwrap`: the guest
+    runs in bubblewrap. `group`: in a control group. `namespaces`: clone flags of the namespaces that each program gets;
+    0: none. `landlock`, `seccomp`: the kernel limits its files, and its system calls."""
 
     level: Level
     bwrap: bool = False
@@ -87,8 +87,9 @@ class Walls:
 
 
 def ladder(warm: bool) -> Iterator[Walls]:
-    """Yield the rungs, strongest first. `warm`: include rungs with one bubblewrap for all programs, which need nested
-    namespaces. The other rungs with bubblewrap start a new one for each program."""
+    """Yield the walls that a sandbox may have, one rung each, strongest first. `warm`: include rungs with one
+    bubblewrap for all programs, which need nested namespaces. The other rungs with bubblewrap start a new one for each
+    program."""
     for level, group in ((Level.A, True), (Level.B, False)):
         if warm:
             yield Walls(level, bwrap=True, group=group, namespaces=_INSIDE_BWRAP)

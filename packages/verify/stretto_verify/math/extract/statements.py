@@ -159,7 +159,8 @@ def concluded(text: str) -> str:
 
 
 def is_reply(text: str) -> bool:
-    """Whether a text is a stance that a short sentence repeats: "yes, it is", and not "no, it is"."""
+    """Whether a text is a stance (yes, no, true or false) that a short sentence repeats: "yes, it is", and not "no, it
+    is"."""
     reply = _REPLY.fullmatch(text)
     return reply is not None and _is_consistent(reply)
 
