@@ -128,6 +128,7 @@ class _AnyThread(Ledger):
         Raises:
             DataError: the value is of another type.
             RunFolderError: the ledger is closed.
+            StoreError: the value's row is damaged, or earlier changes cannot be written.
         """
         with self.lock:
             self.check_open()
@@ -150,6 +151,7 @@ class _AnyThread(Ledger):
 
         Raises:
             RunFolderError: the ledger is closed.
+            StoreError: the file is gone or cannot be written.
         """
         with self.lock:
             self.check_open()
@@ -168,10 +170,11 @@ class FolderLedger(_AnyThread):
             ledger.put("note", "one group is in flight")
             print(ledger.balance().in_flight, ledger.get("note", str))
 
-    Any thread may call it. Once it is closed, its methods raise RunFolderError. A kill loses no batch that was taken
-    and no group that was finished. If an engine has this ledger (`Engine.load(..., ledger=...)`) and samples the
-    scheduler's tickets, a kill loses only the tokens of the last one or two seconds. Other completions in flight are
-    sampled again from their first token.
+    Any thread may call it. Once it is closed, `put`, `get`, `event`, `flush`, `call`, `batches` and `unfinished` raise
+    RunFolderError. A read or write of the file raises StoreError if it is damaged, gone or cannot be written. A kill
+    loses no batch that was taken and no group that was finished. If an engine has this ledger
+    (`Engine.load(..., ledger=...)`) and samples the scheduler's tickets, a kill loses only the tokens of the last one
+    or two seconds. Other completions in flight are sampled again from their first token.
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
