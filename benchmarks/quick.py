@@ -219,7 +219,8 @@ def tree_of(revision: str) -> Iterator[Path]:
 
 
 def fell(before: Ratios, now: Ratios) -> bool:
-    """Whether a ratio fell by more than is allowed, and the better half of now is below the worse half of before."""
+    """Whether the median of a ratio fell by more than is allowed, and the upper quartile of now is below the lower one
+    of before."""
     worse, better = statistics.median(before), statistics.median(now)
     return better < (1 - ALLOWED) * worse and _quartile(now, 0.75) < _quartile(before, 0.25)
 

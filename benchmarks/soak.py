@@ -170,7 +170,7 @@ class Soak:
     """A run that is disturbed by faults and sampled."""
 
     def __init__(self, going: Going, laboratory: Laboratory, run_dir: Path, hang: float, turn: int) -> None:
-        """`turn` is the number of the first fault."""
+        """`hang`: seconds without a step after a fault that count as a hang. `turn`: number of the first fault."""
         self._going, self._laboratory, self._run_dir, self._hang = going, laboratory, run_dir, hang
         self._turn = turn
         self._scales, self._next_look = Scales(), 0.0
@@ -279,7 +279,8 @@ class Flatness:
 
 
 def flatness(lives: Sequence[Life]) -> list[Flatness]:
-    """Compare both thirds for each role with enough processes in each of them."""
+    """Compare the first and the last third of the minutes, by medians over processes, for each role with enough
+    processes in both."""
     first, last = min(life.minute for life in lives), max(life.minute for life in lives)
     third, found = (last - first + 1) / 3, list[Flatness]()
     for role in sorted({life.role for life in lives}):

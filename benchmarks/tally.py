@@ -124,7 +124,8 @@ def measured(
 
 
 def _code() -> str:
-    """Commit of the code, or the value of STRETTO_COMMIT if this copy is not a repository."""
+    """The value of STRETTO_COMMIT if it is set, for copies that are no repository; else the commit of the code, with a
+    "+" if files have changed since."""
     if given := os.environ.get("STRETTO_COMMIT"):
         return given
     told = subprocess.run(

@@ -136,8 +136,8 @@ class EngineProcess:
 
 
 def engine(model: str, run: str, folder: str) -> None:
-    """Process of an engine: reads a version from each line of its input, and writes its seconds to a line of its
-    output."""
+    """Process of an engine: reads a version from each line of its input, and writes to a line of its output the seconds
+    in which it was read and verified, and those in which the engine took it."""
     torch.set_num_threads(1)
     native = NativeEngine.load(Path(model), EngineConfig(dtype="bfloat16", cache_gib=0.1, device="cpu"))
     subscriber = SharedMemorySubscriber(run, Path(folder))
