@@ -226,11 +226,8 @@ class GroupScheduler:
 
     def lose(self, ticket: Ticket, reason: str) -> None:
         """Give up a group that will have no completions; its prompt is drawn again. A group that is no longer in flight
-        is ignored. `reason`: for the ledger.
-
-        Raises:
-            DataError: the ticket is another scheduler's.
-        """
+        is ignored. `reason`: for the ledger. Raises DataError if the ticket is another scheduler's, and RunFolderError
+        as `finish` does."""
         check("lose", ticket=(ticket, _TICKET), reason=(reason, _REASON))
         self._check_newest()
         self._check_own(ticket, "lose")
@@ -270,6 +267,7 @@ class GroupScheduler:
 
         Raises:
             DataError: no batch was taken, it does not lead to this version, or a metric is not a number.
+            RunFolderError: the ledger is closed, or another scheduler uses it now.
         """
         check("advance", version=(version, VERSION))
         version = plain(version)
