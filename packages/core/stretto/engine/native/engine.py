@@ -296,10 +296,9 @@ class NativeEngine:
         self.in_doubt = False
 
     def prove(self, canary: Canary) -> Scores:
-        """Answer a canary: compare the weights in memory with its digests, and score its text with the forward pass of
-        `step`. The last `DECODED` tokens are computed one at a time over a KV cache, the others together. KV entries of
-        earlier weights that the last update should have dropped count as a differing tensor. Completions and their
-        cache are not changed."""
+        """Answer a canary: compare the weights in memory with its digests (KV entries that the last update should have
+        dropped count as a difference), and score its text by the forward pass of `step`: the last `DECODED` tokens one
+        at a time over a KV cache, the others together. No completion and no KV entry of one is changed."""
         start = time.monotonic()
         differing, compared = self._parameters.differing(canary.digests)
         logprobs, decoded = self._prover.text(canary.token_ids)

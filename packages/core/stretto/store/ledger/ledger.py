@@ -102,8 +102,7 @@ class Ledger:
     def __init__(
         self, path: Path, config: StoreConfig, clock: Callable[[], float] = time.monotonic, page: int = PAGE
     ) -> None:
-        """Open the ledger at `path` and restore its live rows; a new one has `page` bytes a page. Raises StoreError if
-        it is damaged, of another format, or cannot be opened."""
+        """Open the ledger at `path` (a new one: `page` bytes a page) and restore its live rows, or raise StoreError."""
         self._path, self._config, self._clock = path, config, clock
         self._connection = open_for_writing(path, page)
         self._broken: StoreError | None = None
