@@ -32,6 +32,7 @@ def test_everything_is_written_down_with_its_time(tmp_path: Path) -> None:
     logbook.evaluated(EVALUATION)
     logbook.evaluated(msgspec.structs.replace(EVALUATION, undecided=32))
     logbook.evaluated(msgspec.structs.replace(EVALUATION, accuracy=0.0, undecided=512))
+    logbook.evaluated(msgspec.structs.replace(EVALUATION, undecided=600, samples=1024))
     lines = (tmp_path / "log.txt").read_text().splitlines()
     assert [line.split("  ", 1)[1] for line in lines] == [
         "engine-0 was killed by SIGKILL: a new one is started",
@@ -40,6 +41,7 @@ def test_everything_is_written_down_with_its_time(tmp_path: Path) -> None:
         "held-out accuracy of version 3: 0.7500",
         "held-out accuracy of version 3: 0.7500 (32 of 512 undecided)",
         "held-out accuracy of version 3: – (512 of 512 undecided)",
+        "held-out accuracy of version 3: 0.7500 (600 of 1024 undecided)",
     ]
 
 

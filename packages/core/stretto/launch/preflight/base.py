@@ -38,7 +38,7 @@ def check_cache() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return
-    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home folder
+    except OSError as error:
         found = f"the cache of built models and warm starts cannot be written: {error}"
         raise RecipeError([Problem(str(folder), found, "set STRETTO_CACHE to a folder of your own")]) from None
 

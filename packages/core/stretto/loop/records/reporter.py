@@ -76,7 +76,8 @@ class RunLog:
         self._show(lambda reporter: reporter.step(metrics))
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
-        unknown = f" ({evaluation.undecided} of {evaluation.prompts} undecided)" if evaluation.undecided else ""
+        of = evaluation.samples or evaluation.prompts
+        unknown = f" ({evaluation.undecided} of {of} undecided)" if evaluation.undecided else ""
         accuracy = "–" if evaluation.known is None else f"{evaluation.known:.4f}"
         self.note(f"held-out accuracy of version {evaluation.version}: {accuracy}{unknown}")
         self._progress.evaluated(evaluation)
