@@ -121,7 +121,7 @@ def timed(generate: Generator, asked: Prompts, tokens: int, passes: int) -> dict
     for _ in range(passes):
         start = time.perf_counter()
         done = generate(asked, tokens)
-        seconds.append(round(time.perf_counter() - start, 3))
+        seconds.append(round(time.perf_counter() - start, 6))
         if done != len(asked) * tokens:
             raise ValueError(f"{done} tokens instead of {len(asked)} times {tokens}")
     return {"sequences": len(asked), "tokens": len(asked) * tokens, "seconds": min(seconds), "passes": seconds}

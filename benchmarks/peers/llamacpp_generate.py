@@ -136,7 +136,7 @@ def timed(
     for _ in range(passes):
         start = time.perf_counter()
         done = generate(context, asked, tokens, settings.n_batch)
-        seconds.append(round(time.perf_counter() - start, 3))
+        seconds.append(round(time.perf_counter() - start, 6))
         if done != count * tokens:
             raise ValueError(f"{done} tokens instead of {count} times {tokens}")
     llama.llama_free(context)

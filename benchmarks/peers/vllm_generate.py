@@ -60,7 +60,7 @@ def main() -> None:
         for _ in range(words.passes):
             start = time.perf_counter()
             done = generate(llm, asked, words.tokens)
-            seconds.append(round(time.perf_counter() - start, 3))
+            seconds.append(round(time.perf_counter() - start, 6))
             if done != count * words.tokens:
                 raise ValueError(f"{done} tokens instead of {count} times {words.tokens}")
         rows.append({"sequences": count, "tokens": count * words.tokens, "seconds": min(seconds), "passes": seconds})

@@ -48,7 +48,7 @@ _ENDED_BY_AN_ERROR = 1  # the exit code of an interpreter
 @dataclass(frozen=True, eq=False)
 class Child:
     """A forked process. `ended`: a descriptor that becomes readable when it ends (`processes.kernel.end_of`). `wire`:
-    the descriptor of its connection to the command."""
+    descriptor of the connection on which the fork server tells the command how the process ended."""
 
     pid: int
     ended: int

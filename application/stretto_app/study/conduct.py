@@ -36,7 +36,8 @@ from stretto_report.reading.inspection import inspect_run
 
 class RunOutcome(Record, frozen=True):
     """Result of a finished run. `seconds`: from the first admitted prompt to the last update; rates are over this time.
-    `accuracy`: held-out accuracy of the last version. `trajectories`: trained ones."""
+    `accuracy`: held-out accuracy of the last version. `trajectories`: trained ones. `seed`, `digest`: of the planned
+    run."""
 
     seed: int
     digest: str

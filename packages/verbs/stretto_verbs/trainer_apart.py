@@ -248,7 +248,8 @@ def _place(folder: str | Path, verb: str) -> Path:
 
 
 def _packed(method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> bytes:
-    """Pickle the arguments of a call. Raises RecipeError if one cannot be pickled; nothing has been sent then."""
+    """Pickle the arguments of a call, as the pair of `arguments` and `named`. `method`: its name, for messages. Raises
+    RecipeError if an argument cannot be pickled; nothing has been sent then."""
     try:
         return pickle.dumps((arguments, dict(named)), pickle.HIGHEST_PROTOCOL)
     except Exception as error:  # pickling a user's object may raise anything

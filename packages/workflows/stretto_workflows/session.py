@@ -68,9 +68,9 @@ class Forest:
         return sum((self.segments[at].token_ids for at in places), start=start)
 
     def find(self, tokens: Tokens) -> Attachment:
-        """Find the position of a turn's prompt `tokens`: after the given or finished segment with the longest path that
-        is a prefix of `tokens`. Among equal segments the first is taken. Without one: PROMPT, if `tokens` begin with
-        the trajectory's prompt, else NOTHING."""
+        """Find the longest known path with which a turn's prompt `tokens` begin: one that ends with a given or finished
+        segment (the first of equal ones), or the trajectory's prompt (PROMPT); NOTHING without any. Returns the end of
+        the path and the tokens behind it."""
         starts = [(NOTHING, 0)]
         if self.prompt and tokens[: len(self.prompt)] == self.prompt:
             starts.append((PROMPT, len(self.prompt)))

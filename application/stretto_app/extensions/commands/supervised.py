@@ -33,7 +33,7 @@ def train_into(out: Path, training: Callable[[Path], Coroutine[Any, Any, None]])
 
     Raises:
         RunFolderError: the folder cannot be written.
-        SystemExit: a signal stopped the training; `out` does not exist.
+        SystemExit: a signal stopped the training; `out` does not exist, unless the training had just ended.
     """
 
     async def until_stopped() -> None:

@@ -208,7 +208,7 @@ class Segment(Record, frozen=True, array_like=True):
         return self.engines or ((("", self.length),) if self.length else ())
 
     def __add__(self, other: Segment) -> Segment:
-        """Join two consecutive pieces of one completion."""
+        """Join two consecutive pieces of one completion, as `whole` does."""
         return self.whole((self, other))
 
     @classmethod

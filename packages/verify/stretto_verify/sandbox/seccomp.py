@@ -106,11 +106,12 @@ ARCHITECTURES = {
 
 
 def call_filter(machine: str | None = None, *, among_others: bool = False) -> bytes:
-    """Compile the filter for a machine (default: this one) to BPF instructions. It refuses the calls of `_REFUSED` and
-    new namespaces with EPERM, newer calls than it knows with ENOSYS, and kills for those of another architecture.
+    """Compile the filter for a machine (default: this one) to BPF instructions. It refuses the calls of `_REFUSED`,
+    new namespaces and some arguments of other calls with EPERM, newer calls than it knows with ENOSYS, and kills for
+    those of another architecture.
 
-    `among_others`: the program shares its PID namespace with other processes, so it may neither signal nor start
-    processes (it may start threads).
+    `among_others`: the program shares its PID namespace and files with other processes, so it may neither signal nor
+    start processes (it may start threads), nor change a file's mode, owner, times or attributes.
 
     Raises:
         KeyError: there is no table for this machine.

@@ -172,8 +172,8 @@ class Generation:
             submitted.pop_all()
 
     async def next(self, feed: Feed) -> Passed:
-        """Wait until steps have sampled something for a feed, and return all of it since the last call; nothing once
-        the feed is closed. It has no timeout."""
+        """Wait until a feed has tokens, ended completions or refused requests, and return all since the last call; once
+        the feed is closed without waiting. It has no timeout."""
         if not (feed.tokens or feed.ended or feed.refused or feed.closed):
             feed.wake.clear()
             await feed.wake.wait()

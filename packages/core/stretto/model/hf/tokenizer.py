@@ -341,7 +341,8 @@ class Tokenizer:
 
     @cached_property
     def _spelled(self) -> _Spelled | None:
-        """The bytes of every token, for `decode`; None if the texts of tokens cannot simply be joined."""
+        """The bytes of every token, for `decode` (none for a token that it drops); None if the texts of tokens cannot
+        simply be joined."""
         if not self._joins_texts:
             return None
         backend, dropped = self._backend, self.special_token_ids

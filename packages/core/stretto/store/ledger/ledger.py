@@ -332,7 +332,7 @@ class Ledger:
 
     @property
     def on_record(self) -> OnRecord:
-        """Number of sampled tokens by the state of their trajectory, unflushed changes included."""
+        """Sampled tokens by the state of their trajectory (`OnRecord`), unflushed changes included."""
         return self._tokens.on_record
 
     # Writing.

@@ -199,8 +199,8 @@ def open_plain(path: Path, links: bool = False) -> int:
 
 
 def decode_line(decoder: msgspec.json.Decoder[Decoded], row: bytes) -> Decoded:
-    """Decode one line to a record. Raises StoreError if the line is invalid, or has an integer of more than 64 bits,
-    for which readers have no type."""
+    """Decode one line to a record. Raises StoreError if the line is invalid, or a field of it is an integer outside
+    ±(2**63 - 1), for which readers have no type."""
     try:
         line = decoder.decode(row)
     except UNREADABLE as error:

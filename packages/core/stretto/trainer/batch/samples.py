@@ -93,7 +93,8 @@ class Sample:
 
 
 def scored_of(sample: Sample) -> Whole:
-    """The positions [M] in a sample's tokens whose log-probability is wanted, ascending."""
+    """Positions [M] in a sample's tokens to score, ascending: `scored`, or `loss_positions` if `scored` is empty. A
+    position with several targets is repeated."""
     return sample.scored if len(sample.scored) else sample.loss_positions
 
 

@@ -76,8 +76,8 @@ class GrowingColumns:
             self._arrays[name][places] = values
 
     def restore(self, arrays: Mapping[str, Column]) -> bool:
-        """Replace all columns by `arrays`, which may have more; return True. If a column is missing or their types or
-        lengths do not fit, change nothing and return False."""
+        """Replace the table by `arrays`, all of which become columns; return True. If a present column is missing or
+        has another type, or the arrays differ in length, change nothing and return False."""
         shapes = {array.shape for array in arrays.values()}
         fitting = all(name in arrays and arrays[name].dtype == own.dtype for name, own in self._arrays.items())
         if not fitting or len(shapes) != 1:

@@ -57,8 +57,9 @@ def _positive(side: Node) -> Node:
 
 
 def _same_equation(gold: Relation, answer: Relation, same: Same) -> Opinion:
-    """Whether two equations are the same; None if unknown. If they name the same quantity (``x = 5``), their last sides
-    are compared by `same`; otherwise they are the same if one is a multiple of the other."""
+    """Whether two equations are the same; None if unknown. If they name the same quantity (``x = 5``; ``y`` and
+    ``f(x)`` count as one), their last sides are compared by `same`. Definitions of one function are compared with its
+    variables renamed (``f(n) = n + 1``, ``f(x) = x + 1``). Others are the same if one is a multiple of the other."""
     one, other = name(gold.sides[0]), name(answer.sides[0])
     if (
         one is not None

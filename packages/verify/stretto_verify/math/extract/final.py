@@ -295,9 +295,9 @@ def _are_symbols(letters: str) -> bool:
 
 
 def _marked(text: str, mark: re.Pattern[str], *, is_all: bool) -> tuple[int, FinalAnswer] | None:
-    """The answer behind the last `mark` ("Answer:") that is not denied, with a value that the text adds to it (" or
-    43"), and the index at which the mark begins; None without any. Its text is "" if "not" follows the mark without a
-    "but", or the text withdraws the answer. `is_all` as in `final_answer`."""
+    """The answer behind the last `mark` ("Answer:") that has text behind it and is not denied, with a value that the
+    text adds to it (" or 43"), and the index at which the mark begins; None without any. Its text is "" if "not"
+    follows the mark without a "but", or the text withdraws the answer. `is_all` as in `final_answer`."""
     for found in reversed(list(mark.finditer(text))):
         rest = re.sub(r'^(?:[\s*_"“:：#]|\\")+', "", text[found.end() :])
         lead = text[max(0, found.start() - 40) : found.end()]
