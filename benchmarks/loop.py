@@ -4,6 +4,7 @@
     python -m benchmarks.loop async-sync     asynchronous (max_staleness 4) against synchronous (0), interleaved
     python -m benchmarks.loop policies       the four beyond_bound policies: seconds to 85 % held-out accuracy
     python -m benchmarks.loop trl            trained trajectories per second against trl's GRPOTrainer
+    python -m benchmarks.loop demo           `make demo` after its set-up, with an empty cache
     python -m benchmarks.loop all
 
 The synchronous system is the same code: a batch is generated, its longest answer awaited, then it is trained on. It may
@@ -16,9 +17,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -238,6 +241,21 @@ def trl(steps: int) -> dict[str, Any]:
     return {"ratio_to_best": ratio, "stretto": best, "stretto_settings": ours, "trl": peers}
 
 
+def demo() -> dict[str, Any]:
+    """Seconds of the command of `make demo`, with an empty cache, to its last line, and what the cores' time went
+    into."""
+    with tempfile.TemporaryDirectory(prefix="stretto-benchmark-") as folder:
+        began = time.perf_counter()
+        run = train(
+            ["evaluation.goal=0.95"], keep=Path(folder) / "run", surroundings=os.environ | {"STRETTO_CACHE": folder}
+        )
+        seconds = round(time.perf_counter() - began, 1)
+    cores = run.inspection.cores or {}
+    share = cores["trained"] / sum(cores.values())
+    print(f"{seconds} s to {run.inspection.final_accuracy:.3f}; {share:.1%} of the cores' time in trained tokens")
+    return {"seconds": seconds, "share": round(share, 4), "cores": dict(cores)} | facts(run)
+
+
 def _peer(model: Path, prompts: Path, words: list[str], groups: int, threads: int) -> dict[str, Any]:
     setting = {"groups": groups, "threads": threads}
     words = [*words, "--steps", str(PEER_GROUPS // groups)]
@@ -253,7 +271,7 @@ def _peer(model: Path, prompts: Path, words: list[str], groups: int, threads: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("learns", "async-sync", "policies", "trl", "all"))
+    parser.add_argument("part", choices=("learns", "async-sync", "policies", "trl", "demo", "all"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--steps", type=int, default=None, help="training steps (default: the recipe's)")
     words = parser.parse_args()
@@ -265,6 +283,8 @@ def main() -> None:
         save("loop-policies", policies(words.seeds, words.steps))
     if words.part in ("trl", "all"):
         save("loop-trl", trl(words.steps or 400))
+    if words.part in ("demo", "all"):
+        save("loop-demo", demo())
 
 
 if __name__ == "__main__":

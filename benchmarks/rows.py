@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -55,6 +55,20 @@ def _programs(results: dict[str, Any]) -> list[Row]:
     after = f"{span(ends, '.2f')} after {span(seconds, '.0f')} s of reinforcement"
     return [
         Row(f"held-out pass rate of `recipes/code.toml`, {len(rows)} seeds", after, f"{span(starts, '.2f')} before")
+    ]
+
+
+def _demo(results: dict[str, Any]) -> list[Row]:
+    seconds, accuracy = results["seconds"], results["final_accuracy"]
+    return [
+        Row(
+            "`make demo` after its set-up, with an empty cache",
+            f"{seconds:.0f} s; held-out {accuracy:.3f}",
+            "goal: 240 s",
+        ),
+        Row(
+            "of both cores' time in it: sampling and training of tokens that were trained on", f"{results['share']:.0%}"
+        ),
     ]
 
 
@@ -370,6 +384,18 @@ def _resumes(results: dict[str, Any]) -> list[Row]:
     ]
 
 
+def _conductor(results: dict[str, Any]) -> Iterator[Row]:
+    """At once, with the most engines, for each length."""
+    at_once = [row for row in results["rows"] if not row["setting"]["seconds"]]
+    most = max(row["setting"]["engines"] for row in at_once)
+    for row in at_once:
+        if row["setting"]["engines"] == most:
+            rates, tokens = row["training"], row["setting"]["tokens"]
+            what = f"one conductor, {most} engines, {tokens:,} tokens: trajectories/s, and tokens per CPU second"
+            told = f"{rates['trajectories_per_second']:,.0f}; {rates['tokens_per_cpu_second'] / 1e6:.1f}M"
+            yield Row(what, told, f"goal: {results['goal']:,}; 15M for 1,024 tokens")
+
+
 def _restarts(results: dict[str, Any]) -> list[Row]:
     """Costs as the code was measured last; beside them the first ones of this machine, if there are earlier ones."""
     sides = list(results.values())
@@ -399,10 +425,11 @@ def _ledger(results: dict[str, Any]) -> list[Row]:
     ]
 
 
-Make = Callable[[Any], list[Row]]
+Make = Callable[[Any], Iterable[Row]]
 SECTIONS: dict[str, dict[str, Make]] = {
     "The loop": {
         "loop-learns": _learns,
+        "loop-demo": _demo,
         "programs": _programs,
         "smollm2": _pretrained,
         "loop-async-sync": async_sync,
@@ -427,5 +454,6 @@ SECTIONS: dict[str, dict[str, Make]] = {
     },
     "Weights": {"weights": _weights},
     "Rewards": {"verifier": verifier, "sandbox": _sandbox},
+    "The conductor": {"conductor": _conductor},
     "Faults": {"goodput": _goodput, "resumes": _resumes, "restarts": _restarts, "ledger": _ledger},
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,8 +36,13 @@ class Run:
         return min(reached) if reached else None
 
 
-def train(overrides: Sequence[str], recipe: Path = RECIPE, keep: Path | None = None) -> Run:
-    """Do one run in a temporary folder, or (unless None) in `keep`.
+def train(
+    overrides: Sequence[str],
+    recipe: Path = RECIPE,
+    keep: Path | None = None,
+    surroundings: Mapping[str, str] | None = None,
+) -> Run:
+    """Do one run in a temporary folder, or (unless None) in `keep`. `surroundings`: environment variables; None: ours.
 
     Raises:
         RuntimeError: the run failed; the message ends with the last lines of its output.
@@ -54,7 +59,7 @@ def train(overrides: Sequence[str], recipe: Path = RECIPE, keep: Path | None = N
             "--run-dir",
             str(path),
         ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings)
         if done.returncode != 0:
             raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stdout[-800:]}{done.stderr}")
         steps, evaluations = read_metrics(RunFolder.open(path).metrics)
