@@ -21,6 +21,7 @@ from stretto.model import families
 from stretto.model.attention_support import check_attention
 from stretto.model.decode.policy import CACHED_ATTENTION
 from stretto.model.families import MEASURED, check_family, check_family_of, measured
+from stretto_kernels.choices import read_choices
 
 DAILY = ("qwen3", "opt", "gemma3_text", "olmoe")
 EACH = [pytest.param(name, marks=[] if name in DAILY else [pytest.mark.long]) for name in sorted(MEASURED)]
@@ -112,9 +113,15 @@ def test_without_a_writable_cache_a_family_is_always_measured(tmp_path: Path, mo
         check_family(config("bart"))
 
 
-def test_a_family_of_which_no_tiny_model_can_be_made_passes_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    check_family(config("gpt_bigcode"))
-    assert "the paths of gpt_bigcode are not compared with its own forward" in caplog.text
+def test_a_family_of_which_no_tiny_model_can_be_made_passes_with_a_warning_each_time(
+    cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        caplog.clear()
+        check_family(config("gpt_bigcode"))
+        assert "the paths of gpt_bigcode are not compared with its own forward" in caplog.text
+    check_family(config("doge"))  # the loader refuses it
+    assert not read_choices(cache, str)
 
 
 def test_a_folder_without_a_config_is_left_to_the_loader(tmp_path: Path) -> None:

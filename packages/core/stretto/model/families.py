@@ -101,11 +101,10 @@ def check_family(config: PreTrainedConfig) -> None:
     file, key = cache_folder() / FILE, _key(text)
     if key in read_choices(file, str):
         return
-    found = measured(text)
-    if found:
+    if found := measured(text):
         raise ModelFolderError([Problem(f"config.json ({text.model_type})", found, _REMEDY)])
     with locked(file) as writable:
-        if writable:
+        if writable and found is not None:
             write_choices(file, {**read_choices(file, str), key: text.model_type})
 
 
@@ -127,15 +126,15 @@ def _key(config: PreTrainedConfig) -> str:
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:32]
 
 
-def measured(config: PreTrainedConfig) -> str:
+def measured(config: PreTrainedConfig) -> str | None:
     """Return what the packed and the cached attention path compute differently than the module's own forward, in words,
-    measured on a tiny model with this config. "": nothing, or the family cannot be made tiny or is refused when it is
-    loaded."""
+    measured on a tiny model with this config; "": nothing. None: it is not measured, since the family cannot be made
+    tiny or is refused when it is loaded."""
     with quiet_transformers(), torch.random.fork_rng(devices=()):
         torch.manual_seed(3)
         made = _tiny(config)
         if made is None:
-            return ""
+            return None
         random = np.random.default_rng(5)
         texts = [random.integers(2, _SMALL["vocab_size"], length) for length in _LENGTHS]
         own = [made(torch.from_numpy(text[None]), use_cache=False).logits[0].log_softmax(-1) for text in texts]
@@ -152,7 +151,7 @@ def measured(config: PreTrainedConfig) -> str:
                 check_attention(model)
                 gap = max(float((line - own[at][place]).abs().max()) for at, place, line in way(model, texts))
             except ModelFolderError:
-                return ""  # the loader refuses it too, in its own words
+                return None  # the loader refuses it too, in its own words
             except Exception as error:  # a module that a path was not made for can fail in any way
                 told = " ".join(f"{type(error).__name__}: {error}".split())
                 return f"{name} fail on a tiny model of the family: {told}"
