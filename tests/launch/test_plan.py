@@ -28,7 +28,7 @@ from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto_app.extensions.preflight.estimates import estimate_disk, estimate_memory, warnings
-from tests.tiny_policy import SMALL
+from tests.tiny_policy import EXPERTS, SMALL, make_of_family
 
 pytestmark = pytest.mark.usefixtures("untried")
 
@@ -258,6 +258,16 @@ def test_a_model_that_no_engine_or_no_trainer_computes_is_refused_before_anythin
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {key: value}))
     assert told in message(plan_for, model={"path": str(folder)})
+
+
+def test_muon_is_refused_with_the_name_of_a_matrix_that_it_would_not_train(plan_for: Planner, tmp_path: Path) -> None:
+    folder = tmp_path / "experts"
+    build_policy(SMALL, folder, seed=1)
+    plan_for(model={"path": str(folder)}, warm_start={"optimizer": "muon"})
+    make_of_family(folder, "qwen3_moe", EXPERTS, SMALL, seed=1)
+    told = message(plan_for, model={"path": str(folder)}, warm_start={"optimizer": "muon"})
+    assert "warm_start.optimizer: 'muon', and model.layers.0.mlp." in told
+    plan_for(model={"path": str(folder)}, warm_start={})
 
 
 def test_a_reward_that_exits_is_refused(plan_for: Planner, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from stretto.launch.preflight.checks import (
     check_dividable,
     check_engine_keys,
     check_in_flight,
+    check_muon,
     check_of_servers,
     check_reward_function,
     check_top_k,
@@ -72,6 +73,8 @@ def outline(recipe: Recipe) -> Outline:
     if recipe.warm_start is not None and not questions.demonstrations:
         remedy = "add them to the data, or remove the section"
         raise DataError([Problem("[warm_start]", "the task has no demonstrations", remedy)])
+    if recipe.warm_start is not None:
+        check_muon(recipe.warm_start, base.path)
     tokenizer = load_tokenizer(base.path) if (base.path / "tokenizer.json").is_file() else None
     if tokenizer is None:
         training, asked = _as_bytes(questions.training), _as_bytes(held_out)

@@ -32,7 +32,7 @@ from stretto.launch.recipe.recipe import Recipe
 from stretto.model.attention_support import refuse_unsupported, refuse_untrainable
 from stretto.model.families import check_family
 from stretto.model.hf.folder import ModelFolder, inspect_model_folder
-from stretto.model.hf.layers import linear_layers
+from stretto.model.hf.layers import decoder_layers, linear_layers
 from stretto.model.hf.skeleton import check_fit, skeleton
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.processes.http.reach import bind, unreachable
@@ -43,7 +43,7 @@ from stretto.rewards.service.pool import check_reward
 from stretto.rollout.config import RolloutConfig
 from stretto.trainer import checkpoint
 from stretto.trainer.adapters import adapt
-from stretto.trainer.config import OptimizerConfig, TrainerConfig
+from stretto.trainer.config import OptimizerConfig, SupervisedConfig, TrainerConfig
 from stretto.weights.config import ChosenMedium, Route, choose
 
 #: Environment variable with GPUs for `--dry-run` to assume, as COUNTxGIB or COUNTxGIB@DRIVER: "8x80", "2x80,1x24".
@@ -304,6 +304,19 @@ def check_trainable(config: TrainerConfig, model: Path, gpus: int) -> None:
             Problem(place, f"{name!r} is no linear layer of the model's decoder", nearest(name, there))
             for name in missing
         )
+
+
+def check_muon(config: SupervisedConfig, model: Path) -> None:
+    """Check that Muon, if it is chosen, gets all matrices in the layers of the model in the folder `model`: it trains
+    those of linear layers alone. Raises RecipeError, with the name of the first other one, such as merged experts."""
+    if config.optimizer != "muon":
+        return
+    bare = skeleton(model)
+    inside = {id(one) for layer in decoder_layers(bare) for one in layer.parameters()}
+    inside -= {id(layer.weight) for layer in linear_layers(bare).values()}
+    if others := [name for name, one in bare.named_parameters() if id(one) in inside and one.ndim > 1]:
+        found = f"'muon', and {others[0]} is no matrix of a linear layer: Muon would not train it"
+        raise RecipeError([Problem("warm_start.optimizer", found, '"adamw" trains all parameters')])
 
 
 def check_dividable(config: TrainerConfig, model: Path, key: str = "") -> None:

@@ -21,6 +21,7 @@ from stretto.launch.preflight.checks import (
     check_in_flight,
     check_kind,
     check_machine,
+    check_muon,
     check_of_servers,
     check_ray,
     check_reward_addresses,
@@ -55,6 +56,7 @@ from stretto.rollout.questions import Question, Questions, with_own_ids
 from stretto.rollout.tasks import DatasetTask
 from stretto.rollout.workflow import PLACE as WORKFLOW
 from stretto.rollout.workflow import QuestionDetails, WorkflowConfig, WorkflowReady
+from stretto.trainer.config import SupervisedConfig
 from stretto.trainer.messages import Demonstration
 from stretto_verify.thoughts import PIECES
 
@@ -152,11 +154,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
         read, read_sets = _questions(recipe)
     mistakes.done()
     questions = (sifted := sift(recipe.rewards, read)).questions
-    warms_up = recipe.warm_start is not None and not has_policy
     with mistakes:
-        if warms_up and not questions.demonstrations:
-            raise DataError([_NO_DEMONSTRATIONS])
-    shown = questions.demonstrations if warms_up else ()
+        shown = () if recipe.warm_start is None or has_policy else _shown(recipe.warm_start, base, questions)
     with mistakes:
         training, held_out = encoded_within_limits(recipe, questions, tokenizer, longest)
     with mistakes:
@@ -192,6 +191,15 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
             *advice("notes:last_notes", recipe, questions, asked, tried=has_policy),
         ),
     )
+
+
+def _shown(config: SupervisedConfig, base: ModelFolder, questions: Questions) -> Sequence[Question]:
+    """Return the questions of the warm start. Raises DataError if there is none, RecipeError if the optimizer would not
+    train all matrices of the model."""
+    if not (shown := questions.demonstrations):
+        raise DataError([_NO_DEMONSTRATIONS])
+    check_muon(config, base.path)
+    return shown
 
 
 def advice(name: str, *arguments: object, **settings: object) -> list[str]:
