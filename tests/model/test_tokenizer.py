@@ -11,9 +11,11 @@ from tokenizers import processors
 from transformers import AutoTokenizer
 
 from stretto.core.errors import DataError, ModelFolderError
+from stretto.launch.preflight.questions import encode_demonstrations
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
+from stretto.rollout.questions import Question
 
 ALPHABET = "0123456789+=?\n "
 
@@ -105,6 +107,26 @@ def test_a_conversation_is_written_by_the_template_of_the_folder(folder: Path, t
     assert tokenizer.encode_chat([{"role": "user", "content": "1+1"}]) == tokenizer.encode("1+1=")
     with pytest.raises(DataError, match="no tools"):
         tokenizer.encode_chat([{"role": "tool", "content": "2"}])
+
+
+@pytest.mark.parametrize(
+    ("behind", "end"), [("<end>+", "<end>"), ("<end><eos>", "<end>"), ("<eos><end>", "<eos>"), ("", "<eos>")]
+)
+def test_what_is_learnt_behind_a_chat_ends_as_the_template_ends_a_turn(
+    folder: Path, tmp_path: Path, behind: str, end: str
+) -> None:
+    whole = AutoTokenizer.from_pretrained(folder)
+    whole.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    whole.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + behind + "{% endif %}{% endfor %}="
+    )
+    whole.save_pretrained(tmp_path)
+    ids = whole.get_vocab()
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, ids["<end>"]]}))
+    chat = Question("chat", "", "", demonstration="2", messages=({"role": "user", "content": "1"},))
+    text = Question("text", "1", "", demonstration="2")
+    shown = encode_demonstrations([chat, text], load_tokenizer(tmp_path), 9)
+    assert [one.completion_ids for one in shown] == [(ids["2"], ids[end]), (ids["2"], 1)]
 
 
 def test_a_folder_without_a_tokenizer_is_a_named_error(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -229,8 +229,9 @@ def encode_within(
 def encode_demonstrations(
     questions: Sequence[Question], tokenizer: Tokenizer, context: int
 ) -> tuple[Demonstration, ...]:
-    """Encode prompts with their demonstrations, to which the end-of-sequence token is added. A question without a
-    demonstration gets that token alone. Prompt and demonstration may have at most `context` tokens together.
+    """Encode prompts with their demonstrations, to which the end-of-sequence token is added: behind a chat the one that
+    the chat template writes there, behind plain text the first. A question without a demonstration gets that token
+    alone. Prompt and demonstration may have at most `context` tokens together.
 
     Raises:
         DataError: a prompt is empty, or a question has more than `context` tokens; names every such question. Or it has
@@ -238,11 +239,11 @@ def encode_demonstrations(
         ModelFolderError: there are chats, and the tokenizer has no chat template.
     """
     prompts = encode_prompts(questions, tokenizer, context)
-    end = tokenizer.eos_token_ids[:1]
     shown: list[Demonstration] = []
     problems: list[Problem] = []
     unknown = _Unknown(tokenizer)
     for prompt, question in zip(prompts, questions, strict=True):
+        end = tokenizer.end_of_turn if _messages(question, tokenizer) else tokenizer.eos_token_ids[:1]
         try:
             answer = tokenizer.encode(question.demonstration or "", special_tokens=False) + end
         except DataError as error:
@@ -257,12 +258,16 @@ def encode_demonstrations(
 
 
 def _shown(question: Question, tokenizer: Tokenizer) -> str | None:
-    """Render a question by the chat template if it is a chat, or may be shown as one and there is a template; None: its
-    prompt is plain text."""
-    messages = question.messages or (question.as_chat if tokenizer.has_chat_template else ())
+    """Render a question by the chat template if it has messages; None: its prompt is plain text."""
+    messages = _messages(question, tokenizer)
     if not messages:
         return None
     return tokenizer.render_chat(messages, opening=True, **dict(question.template_arguments))
+
+
+def _messages(question: Question, tokenizer: Tokenizer) -> Sequence[Mapping[str, str]]:
+    """Return the messages of a question that is a chat, or may be shown as one and there is a template; else none."""
+    return question.messages or (question.as_chat if tokenizer.has_chat_template else ())
 
 
 def place_of(question: Question) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -32,6 +33,7 @@ _MARK = "\U0010fffd"  # last character of the last private-use plane; if a conte
 _PLANE = 0xF0000
 _MARKED = re.compile(f"{_MARK}([\U000f0000-\U000f0010])([\U000f0000-\U000fffff])")
 _DIVIDED = re.compile(r"</?think>")  # templates split contents at these tags
+_REPLY = "the reply"  # a message that no template changes
 _OF_THE_TEMPLATE = frozenset({"role", "type"})  # keys whose values templates only compare
 
 
@@ -307,6 +309,19 @@ class Tokenizer:
         except Exception as error:  # templates are programs of the model's author and may raise anything
             raise DataError([Problem("messages", f"refused by the chat template: {error}")]) from None
         return cast(str, text)
+
+    @cached_property
+    def end_of_turn(self) -> tuple[int, ...]:
+        """The end-of-sequence token that the chat template writes behind an assistant's message; if it writes none, the
+        first of `eos_token_ids`. Llama 3 and Gemma 3, for example, end a turn by another token than a text."""
+        ends, behind = self.eos_token_ids, ""
+        if self.has_chat_template and len(ends) > 1:
+            messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _REPLY}]
+            with suppress(DataError):  # the template refuses them
+                behind = self.render_chat(messages, opening=False).partition(_REPLY)[2]
+        texts = {end: self.spell((end,)) for end in ends}
+        found = [(behind.find(text), -len(text), end) for end, text in texts.items() if text and text in behind]
+        return (min(found)[2],) if found else ends[:1]
 
     @property
     def vocabulary(self) -> dict[str, int]:
