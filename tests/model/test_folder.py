@@ -266,6 +266,37 @@ def test_a_saved_policy_is_loaded_by_transformers_with_equal_weights(folder: Pat
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["v000001"]
 
 
+@pytest.mark.parametrize("settings", [{"temperature": 0.6}, {"top_p": 0.9, "top_k": 20}, {"pad_token_id": -1}])
+def test_generation_settings_are_saved_as_they_are_also_those_that_transformers_would_not_write(
+    folder: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    edit(folder / "generation_config.json", eos_token_id=[1, 0], **settings)
+    policy = load_policy(folder)
+    for parameters in (None, policy.named_parameters()):
+        save_policy(policy, folder, tmp_path / "out", parameters)
+        names = (tmp_path / "out" / "generation_config.json", folder / "generation_config.json")
+        assert names[0].read_bytes() == names[1].read_bytes()
+    save_policy(load_policy(tmp_path / "out"), tmp_path / "out", tmp_path / "out")
+    assert inspect_model_folder(tmp_path / "out").eos_token_ids == (1, 0)
+
+
+def test_without_generation_settings_a_saved_policy_ends_as_its_start_does(folder: Path, tmp_path: Path) -> None:
+    (folder / "generation_config.json").unlink()
+    edit(folder / "config.json", eos_token_id=[1, 0], temperature=0.6)
+    save_policy(load_policy(folder), folder, tmp_path / "out")
+    assert not (tmp_path / "out" / "generation_config.json").exists()
+    assert inspect_model_folder(tmp_path / "out").eos_token_ids == (1, 0)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [1, 0]
+
+
+def test_a_policy_that_transformers_does_not_write_is_a_mistake_with_its_folder(folder: Path, tmp_path: Path) -> None:
+    policy = load_policy(folder)
+    policy.config.temperature = 0.6
+    with pytest.raises(ModelFolderError, match=r"out: the policy cannot be saved: ValueError: .*temperature"):
+        save_policy(policy, folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_saving_over_a_policy_replaces_it(folder: Path) -> None:
     save_policy(load_policy(folder, dtype="bfloat16"), folder, folder)
     assert inspect_model_folder(folder).dtype == "bfloat16"

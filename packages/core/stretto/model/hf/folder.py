@@ -110,10 +110,10 @@ _PARTS = (
     *("*.model", "preprocessor_config.json", "processor_config.json", "*.md", "LICENSE*", ".git*"),
 )
 #: Patterns of the files in the tokenizer's folder that are not copied beside saved weights: weights in any format (they
-#: are another model's), and the config of an adapter, by which transformers would load one.
+#: are another model's), the config, and that of an adapter, by which transformers would load one.
 _WEIGHTS = (
     *("*.safetensors", "*.index.json", "pytorch_model*", "*.bin", "*.pt", "*.pth", "*.gguf", "*.onnx*"),
-    *("tf_model*", "*.h5", "*.msgpack", "*.ot", "config.json", "generation_config.json", "adapter_config.json"),
+    *("tf_model*", "*.h5", "*.msgpack", "*.ot", "config.json", "adapter_config.json"),
 )
 
 
@@ -183,7 +183,8 @@ def save_policy(
     dtype: str | None = None,
 ) -> None:
     """Write `model`, with all files of `tokenizer_folder` but weights, as a Hugging Face folder at `path`, replacing an
-    older one. The folder is written beside `path` and then renamed.
+    older one. The folder is written beside `path` and then renamed. generation_config.json is copied as it is: training
+    does not change it, and transformers would refuse to write settings that it accepts when it reads them.
 
     `parameters`: (name, tensor) pairs written instead of the model's own parameters, for a model that is sharded over
     several processes; one layer of them is in memory at a time. Saved buffers are written beside them, not rounded.
@@ -191,7 +192,8 @@ def save_policy(
     None: not rounded.
 
     Raises:
-        ModelFolderError: `path` is no folder, or holds files that are no part of a model; then nothing is changed.
+        ModelFolderError: `path` is no folder, or holds files that are no part of a model; or transformers cannot write
+            the model. Then nothing is changed.
         OSError: the folder cannot be written; then the older one stays.
     """
     check_replaceable(Path(path), [file.name for file in Path(tokenizer_folder).iterdir()])
@@ -200,31 +202,30 @@ def save_policy(
         for file in Path(tokenizer_folder).iterdir():
             if file.is_file() and file.name not in keep_out(str(tokenizer_folder), [file.name]):
                 shutil.copyfile(file, folder / file.name)
-        rounded = torch.float32 if dtype is None else getattr(torch, dtype)
-        if parameters is None and dtype is not None:
-            parameters = model.named_parameters()
+        rounded = getattr(torch, dtype) if dtype is not None else torch.float32 if parameters is not None else None
         try:
             with quiet_transformers():
-                if parameters is None:
-                    model.save_pretrained(folder)
-                else:
-                    _write_configs(model, folder)
-                    written = ((name, one.detach().to("cpu", rounded)) for name, one in parameters)
-                    exact = ((name, one.to("cpu")) for name, one in saved_buffers(model))
-                    write_weights(model, chain(written, exact), folder)
+                _write_config(model, folder)
+                own = model.named_parameters() if parameters is None else parameters
+                written = ((name, one.detach().to("cpu", rounded)) for name, one in own)
+                exact = ((name, one.to("cpu")) for name, one in saved_buffers(model))
+                write_weights(model, chain(written, exact), folder)
                 if dtype is not None:
                     _say_dtype(folder / "config.json", dtype)
         except SafetensorError as error:  # safetensors reports system errors this way
             raise OSError(errno.EIO, f"the policy cannot be written: {error}", str(path)) from error
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # what transformers refuses to write
+            found = " ".join(f"{type(error).__name__}: {error}".split())
+            raise ModelFolderError([Problem(str(path), f"the policy cannot be saved: {found}")]) from error
         if add is not None:
             add(folder)
 
 
-def _write_configs(model: PreTrainedModel, folder: Path) -> None:
-    """Write the config.json and generation_config.json that transformers would write with the weights."""
-    model.save_pretrained(folder, state_dict={})
-    for file in folder.glob("*.safetensors"):
-        file.unlink()
+def _write_config(model: PreTrainedModel, folder: Path) -> None:
+    """Write the config.json that transformers would write with the weights."""
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(folder)
 
 
 def saved_dtype(wanted: str, start: Path) -> str | None:

@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.model.hf.folder import quiet_transformers
@@ -35,8 +35,6 @@ def skeleton(path: Path | str, attention: str | None = None) -> PreTrainedModel:
             raise ModelFolderError([Problem(str(path), f"cannot be loaded: {found}", "repair config.json")]) from error
     if attention is not None:
         model.eval()
-        if (Path(path) / "generation_config.json").is_file():
-            model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     return model
 
 
