@@ -141,7 +141,7 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: edit(folder / "generation_config.json", eos_token_id=-1), "eos_token_id: -1; allowed: 0 to 5"),
     (lambda folder: edit(folder / "generation_config.json", eos_token_id="end"), "eos_token_id: 'end'; allowed"),
     (lambda folder: edit(folder / "generation_config.json", eos_token_id=True), "eos_token_id: True; allowed"),
-    (lambda folder: edit(folder / "generation_config.json", eos_token_id=[]), "no end-of-sequence token"),
+    (lambda folder: (no_end(folder), edit(folder / "generation_config.json", eos_token_id=[])), "no end-of-sequence"),
     (lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json: cannot be read"),
     (lambda folder: (folder / "config.json").write_text(""), "config.json: cannot be read as JSON"),
     (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json: cannot be read as JSON"),
@@ -247,6 +247,12 @@ def test_the_end_token_comes_from_the_tokenizer_when_no_config_names_it(folder: 
     edit(folder / "generation_config.json", eos_token_id=None)
     edit(folder / "config.json", eos_token_id=None)
     assert inspect_model_folder(folder).eos_token_ids == (1,)
+
+
+def test_the_end_token_of_the_tokenizer_ends_a_completion_too(folder: Path) -> None:
+    """Some fine-tunes name the end of a turn there alone; vLLM stops at it."""
+    edit(folder / "generation_config.json", eos_token_id=[0])
+    assert inspect_model_folder(folder).eos_token_ids == load_tokenizer(folder).eos_token_ids == (0, 1)
 
 
 def test_a_list_of_end_tokens_is_kept_whole(folder: Path) -> None:

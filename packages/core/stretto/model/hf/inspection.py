@@ -193,16 +193,16 @@ def _dtype_of(tensors: Iterable[TensorHeader]) -> str:
 
 
 def eos_token_ids(folder: Path) -> tuple[int, ...]:
-    """Return the ids of the end-of-sequence tokens: from the generation config, else the config, else the tokenizer;
-    empty if none names one. They are not checked against the vocabulary."""
-    for name in ("generation_config.json", "config.json"):
-        found = _read_json(folder / name, []).get("eos_token_id")
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
+    """Return the ids of the end-of-sequence tokens: those of the generation config, else of the config, and then the
+    tokenizer's, at which vLLM stops too: some fine-tunes name the end of a turn there alone. Empty if none names one.
+    They are not checked against the vocabulary."""
+    given = (_read_json(folder / name, []).get("eos_token_id") for name in ("generation_config.json", "config.json"))
+    found = next((one for one in given if one is not None), [])
+    named = tuple(found) if isinstance(found, list) else (found,)
     token = _read_json(folder / "tokenizer_config.json", []).get("eos_token")
     text = token.get("content") if isinstance(token, Mapping) else token
-    vocabulary = _vocabulary(_read_json(folder / "tokenizer.json", []))
-    return (vocabulary[text],) if isinstance(text, str) and text in vocabulary else ()
+    own = _vocabulary(_read_json(folder / "tokenizer.json", [])).get(text) if isinstance(text, str) else None
+    return named if own is None or own in named else (*named, own)
 
 
 def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
