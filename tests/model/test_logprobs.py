@@ -61,6 +61,11 @@ def test_a_row_that_is_filled_up_has_the_values_and_the_gradients_of_its_sequenc
         assert_close(ours.grad, theirs.grad, BACKWARD)
 
 
+@pytest.mark.parametrize("targets", [None, []])
+def test_without_sequences_a_row_can_be_computed_and_nothing_is_scored(targets: list[tuple[int, ...]] | None) -> None:
+    assert token_logprobs(build(), pack_tokens([], [], targets=targets), drawn(), entropy=True).logprobs.shape == (0,)
+
+
 def filtered_reference(model: PreTrainedModel, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probability and entropy under the tokens that are left and the token itself, token by token, by autograd."""
     chosen, entropies = [], []

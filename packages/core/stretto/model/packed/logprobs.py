@@ -189,7 +189,7 @@ def pack_tokens(
         ValueError: an empty sequence, or a wanted position without a token before it or in a shared prompt.
     """
     if not sequences:
-        sequences, wanted, prompts = [[0]], [()], None
+        sequences, wanted, prompts, targets = [[0]], [()], None, None
     rows = [np.asarray(sequence, np.int64) for sequence in sequences]
     places = [np.asarray(one, np.int64) for one in wanted] if wanted else [np.arange(1, len(row)) for row in rows]
     prefixes = _shared_prefixes(rows, prompts or [0] * len(rows))
