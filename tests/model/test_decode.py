@@ -114,3 +114,10 @@ def test_a_layer_reads_no_further_back_than_its_window() -> None:
         for held in (*bucket.keys, *bucket.values):
             held[..., :30, :] = torch.nan  # what both rows have left behind is never looked at again
     assert rows.step() < EXACT
+
+
+def test_a_filler_passes_no_learned_position() -> None:
+    """25 tokens are filled up, and OPT has 16 positions."""
+    learned = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 16}
+    rows = Rows(*twins("opt", 2, 2, learned), rows=41)
+    assert rows.step(*(rows.enter(15, row) for row in range(41))) < EXACT

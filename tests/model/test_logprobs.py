@@ -61,6 +61,13 @@ def test_a_row_that_is_filled_up_has_the_values_and_the_gradients_of_its_sequenc
         assert_close(ours.grad, theirs.grad, BACKWARD)
 
 
+def test_a_filler_is_never_longer_than_the_longest_sequence() -> None:
+    """Learned positions may end there."""
+    packed = pack_tokens([(1, 2, 3)] * 700)
+    assert sum(packed.packing.lengths) == packed.input_ids.shape[1] == 2176
+    assert max(packed.packing.lengths) == 3
+
+
 @pytest.mark.parametrize("targets", [None, []])
 def test_without_sequences_a_row_can_be_computed_and_nothing_is_scored(targets: list[tuple[int, ...]] | None) -> None:
     assert token_logprobs(build(), pack_tokens([], [], targets=targets), drawn(), entropy=True).logprobs.shape == (0,)
