@@ -383,7 +383,7 @@ async def never(fleet: EnginePool) -> None:
 @pytest.mark.parametrize(
     ("start", "told"),
     [
-        ("broken", r"engine-\d ended with exit code 1; see the end of"),
+        ("broken", r"engine-\d ended with exit code 1 \(\w+: .*\); see the end of"),
         ("killed 4", r"engine-\d was killed by SIGKILL .*, 1 time"),
     ],
 )

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from stretto.core.errors import RoleDied
@@ -90,6 +92,18 @@ async def test_a_role_in_a_session_of_its_own_hears_no_ctrl_c_of_the_terminal(ro
     assert os.getsid(role.pid) == role.pid != os.getsid(0)
     os.kill(role.pid, signal.SIGKILL)
     assert await role.last_words() == "was killed by SIGKILL (out of memory?)"
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+async def test_an_error_that_nobody_catches_is_in_how_its_role_ended(
+    tmp_path: Path, shared: ForkServer, fresh: bool
+) -> None:
+    role = RoleProcess("stubborn", ROLE, tmp_path / "log.txt", spawner=FRESH if fresh else shared)
+    found = r" \(.*ValidationError: Expected `object`, got `int`\)"
+    for spec, error in ((msgspec.Raw(b"3"), found), (StubbornSpec(seconds=0.0, code=1), "")):
+        await role.start(spec, 1)
+        async with asyncio.timeout(20):
+            assert re.fullmatch(f"ended with exit code 1{error}", await role.last_words())
 
 
 def test_the_cpu_time_of_a_process_with_any_name_is_read(tmp_path: Path) -> None:

@@ -180,7 +180,7 @@ def test_a_machine_that_is_cut_off_is_given_up_and_its_rank_ends_by_itself(site:
                 if trains:
                     await group.channel.send(Train(batch=batch(0)))
                 assert await lost(group) == f"lost rank 1, which sent no heartbeat for {HUNG:g} s"
-                assert await asyncio.wait_for(group.rank.ended(), 20) == "ended with exit code 1"
+                assert (await asyncio.wait_for(group.rank.ended(), 20)).startswith("ended with exit code 1")
             finally:
                 site.far.mend()
         assert "rank 0 sent no heartbeat for" in site.log_of_rank()

@@ -17,7 +17,7 @@ import msgspec
 from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.processes.heartbeat import HEARTBEAT
-from stretto.processes.spawn import FRESH, GUESS, RunningProcess, Spawn, Spawner
+from stretto.processes.spawn import FRESH, GUESS, RunningProcess, Spawn, Spawner, describe_exit, uncaught
 from stretto.processes.tree import cpu_ticks, resident_bytes
 
 _END_SECONDS = 10.0
@@ -90,6 +90,7 @@ class RoleProcess:
             self._killed_here, self._loaded = False, 0
             with contextlib.ExitStack() as undo:
                 try:
+                    before = self.log.stat().st_size if self.log.exists() else 0
                     heartbeat = Heartbeat()
                     undo.callback(heartbeat.close)
                     self._process = await self._spawner.start(
@@ -106,13 +107,15 @@ class RoleProcess:
                     raise RoleDied(self.name, f"cannot be started: {described(error)}") from error
                 undo.pop_all()
             heartbeat.close_far()
-            self._end = asyncio.create_task(self._watched(self._process, heartbeat), name=f"watch {self.name}")
+            watching = self._watched(self._process, heartbeat, before)
+            self._end = asyncio.create_task(watching, name=f"watch {self.name}")
             if self._killed_here:  # while the spawner was at work
                 self.kill()
 
-    async def _watched(self, process: RunningProcess, heartbeat: Heartbeat) -> str:
-        """Watch the process until its end; returns how it ended, as "was killed by SIGKILL". It is killed if heartbeats
-        stop for too long (`hung`). After its end, processes left in its process group are killed."""
+    async def _watched(self, process: RunningProcess, heartbeat: Heartbeat, before: int) -> str:
+        """Watch the process until its end; returns how it ended, as "was killed by SIGKILL", with the error that it did
+        not catch. `before`: bytes of the log before its start. It is killed if heartbeats stop for too long (`hung`).
+        After its end, processes left in its process group are killed."""
         end = asyncio.ensure_future(process.wait())
         try:
             while not end.done():
@@ -125,6 +128,8 @@ class RoleProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left, or they are another user's
                 os.killpg(process.pid, signal.SIGKILL)
             how = self._spawner.describe_end(process)
+            if how == describe_exit(1) and (error := uncaught(self.log, before)):
+                return f"{how} ({error})"
             return how.removesuffix(GUESS) if self._killed_here else how
         finally:
             end.cancel()

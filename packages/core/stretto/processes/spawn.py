@@ -26,6 +26,7 @@ _TUNABLES, _LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 _OPTIONS = {"trim_threshold": -1, "top_pad": -2, "mmap_threshold": -3}  # of mallopt
 OFFLINE = "HF_HUB_OFFLINE"
 _MOST_LOG_BYTES = 8 << 20  # a longer log is cut to the first half of this
+_LAST_BYTES, _LONGEST_ERROR = 1 << 16, 300  # of a log, read for the error that ended a role; characters of that error
 
 
 class Spawn(Record, frozen=True):
@@ -113,6 +114,20 @@ def describe_exit(code: int) -> str:
     except ValueError:  # a real-time signal, which has no name
         name = f"signal {-code}"
     return f"was killed by {name}" + (GUESS if name == "SIGKILL" else "")
+
+
+def uncaught(log: Path, start: int) -> str:
+    """Return type and text of the exception that ended a Python process, in one line: those of the last traceback that
+    it wrote to its log, behind the byte `start`. "" if there is none, or the log cannot be read."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(start, file.seek(0, 2) - _LAST_BYTES))
+            said = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    _, found, last = said.rpartition("Traceback (most recent call last):\n")
+    lines = last.splitlines() if found else []
+    return next((line for line in lines if line and not line[0].isspace()), "")[:_LONGEST_ERROR]
 
 
 def environment(threads: int) -> dict[str, str]:

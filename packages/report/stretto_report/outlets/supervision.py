@@ -165,7 +165,8 @@ class ToolFollower:
             self._say(f"{self.tool} lacks a line of the run: {found}")
             self._fault = found
         whole = how.endswith(f"exit code {ALL_SENT}")
-        self._how = "" if whole else f"{_last_words(self._log)} ({how})"
+        said = _last_words(self._log)
+        self._how = "" if whole else f"{said} ({how.removesuffix(f' ({said})')})"
         return self._how
 
     async def end(self, task: asyncio.Task[None], seconds: float) -> None:
