@@ -2,6 +2,7 @@
 one way; what has passed is no alarm.
 """
 
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from stretto.store.series.metrics import EvaluationLine
-from stretto_report.audit.alarms import AlarmWatch, findings_of, mismatch_of
+from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto_report.audit.alarms import CHECKS, AlarmWatch, findings_of, mismatch_of
 from stretto_report.audit.evidence import WINDOW, Alarm, Disk, Evidence
 from tests.store.lines import evaluation_line, step_line
 
@@ -243,3 +244,54 @@ def test_in_a_half_precision_mixture_rounding_may_be_more(tmp_path: Path, config
     recipe = {"model": {"path": str(tmp_path)}, "engine": {"dtype": dtype}}
     assert mismatch_of(recipe) == pytest.approx(nats)
     assert mismatch_of(recipe | {"model": {"path": str(tmp_path / "gone")}}) == min(nats, 0.1)
+
+
+LONG = 20_000
+
+
+def _long(series: str, values: npt.ArrayLike) -> Evidence:
+    """A run of 20,000 steps that swings."""
+    swing = np.random.default_rng(7).normal(1, 0.1, LONG)
+    clock = {"rl_seconds": 2.0 * np.arange(1, LONG + 1), "reward": np.linspace(0.2, 0.8, LONG) * swing}
+    return Evidence(np.arange(1, LONG + 1), clock | {series: np.asarray(values, np.float64) * swing}, bound=4.0)
+
+
+BEHIND = np.arange(LONG) >= LONG - 900
+RARE = np.where(np.arange(LONG) % 97 == 0, 1.0, np.nan)  # of which no block may lose the only measurement
+
+
+@pytest.mark.parametrize(
+    ("series", "values"),
+    [
+        ("trainer.entropy", np.where(BEHIND, 0.1, 1.0)),
+        ("length_mean", np.where(BEHIND, 400.0, 100.0)),
+        ("accuracy", np.where(BEHIND, 0.1, 0.6)),
+        ("staleness_mean", np.where(BEHIND, 5.0, 1.0)),
+        ("canary.one", np.where(BEHIND, 0.9, 0.01) * RARE),
+        ("trainer.grad_norm", np.where(BEHIND, 0.0, 1.0)),
+        ("busy.engine-0", np.where(BEHIND, 0.0, 0.9)),
+        ("trainer.behavior_logprob_error", np.where(BEHIND, 0.2, 1e-3)),
+        ("accuracy", np.full(LONG, 0.6)),
+        ("busy.engine-0", np.full(LONG, 0.9)),
+    ],
+)
+def test_a_long_run_has_the_alarms_of_all_its_steps(series: str, values: npt.ArrayLike) -> None:
+    found = _long(series, values)
+    assert len(found.thinned().steps) < 6_500
+    assert _named(found) == [(alarm.name, alarm.first_step) for check in CHECKS for alarm in check.alarms(found)]
+
+
+def test_a_leak_that_only_a_long_run_shows_is_an_alarm() -> None:
+    leaks = Evidence(np.arange(1, LONG + 1), {"memory.trainer": 500.0 + 0.01 * np.arange(LONG)})
+    assert _named(leaks)[0][0] == "memory_growing"
+
+
+def test_what_is_kept_of_a_run_does_not_grow_with_its_steps_and_is_that_of_all_of_them(tmp_path: Path) -> None:
+    live, sizes, lines = AlarmWatch(tmp_path, {}), list[int](), list[StepMetrics]()
+    for step in range(1, LONG + 1):
+        some = {"engine-0": step / LONG} if step % 97 == 0 else {}
+        lines.append(step_line(step, accuracy=0.5 + 0.4 * (step % 7 == 0), canary=some, memory={"trainer": 500.0}))
+        live.step(lines[-1])
+        sizes.append(len(pickle.dumps(live)) if step % 1000 == 0 else 0)
+    assert max(sizes[8_000:]) < 1.1 * max(sizes[:8_000])
+    assert live.findings() == findings_of(Evidence.of(lines))

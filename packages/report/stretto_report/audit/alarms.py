@@ -28,8 +28,19 @@ from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineFollower
-from stretto.store.series.metrics import METRICS, EvaluationLine, MetricsLine, StepMetrics
-from stretto_report.audit.evidence import READ, WINDOW, Alarm, Disk, Evidence, apart, measured, newest_mean, numbers_of
+from stretto.store.series.metrics import METRICS, EvaluationLine, StepMetrics
+from stretto_report.audit.evidence import (
+    RECENT,
+    WINDOW,
+    Alarm,
+    Disk,
+    Evidence,
+    apart,
+    is_read,
+    measured,
+    newest_mean,
+    numbers_of,
+)
 from stretto_report.audit.symptoms import (
     accuracy_falling,
     bad_steps,
@@ -123,9 +134,9 @@ def idle_role(found: Evidence) -> Iterator[Alarm]:
         first = int(working[-1]) + 1 if len(working) else 0
         seconds = float(clock[-1] - clock[min(first, len(clock) - 1)])
         if len(clock) - first >= WINDOW and seconds >= _IDLE_SECONDS:
-            role = name.removeprefix("busy.")
-            message = f"{role} has done nothing for {seconds:.0f} s, {several(len(clock) - first, 'step')}"
-            yield Alarm("idle_role", f"{role} does nothing", int(found.steps[first]), message, "timeline")
+            role, since, newest = name.removeprefix("busy."), int(found.steps[first]), int(found.steps[-1])
+            message = f"{role} has done nothing for {seconds:.0f} s, {several(newest - since + 1, 'step')}"
+            yield Alarm("idle_role", f"{role} does nothing", since, message, "timeline")
 
 
 def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
@@ -234,15 +245,17 @@ class AlarmReport(Record, frozen=True):
 
 
 def findings_of(found: Evidence) -> AlarmReport:
-    """Run all alarms on the evidence, and report those that fire and those that lack measurements."""
+    """Run all alarms on the evidence (`Evidence.thinned`), and report those that fire and those that lack
+    measurements."""
+    found = found.thinned()
     alarms = sorted((alarm for check in CHECKS for alarm in check.alarms(found)), key=lambda alarm: alarm.first_step)
     missing = tuple(check.title for check in CHECKS if not check.is_measured(found))
     return AlarmReport(alarms, len(CHECKS), missing)
 
 
 class AlarmWatch:
-    """Alarms of a run that is observed step by step. `step` and `evaluated` only append measurements in memory; the
-    other methods compute the alarms."""
+    """Alarms of a run that is observed step by step. `step` and `evaluated` only append measurements in memory, which
+    thins them (`Evidence.thinned`), so that a long run needs no more of it; the other methods compute the alarms."""
 
     def __init__(self, folder: Path, recipe: Mapping[str, Any] | None = None) -> None:
         """Begin without measurements. `folder`: the run folder, whose disk is checked. `recipe`: the parsed tables of
@@ -257,13 +270,17 @@ class AlarmWatch:
     def step(self, metrics: StepMetrics) -> None:
         """Append the measurements of the next step (only those that alarms read)."""
         for name, value in numbers_of(metrics):
-            if name.startswith(("busy.", "memory.", "canary.")) or name in READ:
+            if is_read(name):
                 column = self._series.setdefault(name, array("d"))
                 if (missing := len(self._steps) - len(column)) > 0:
                     column.extend([math.nan] * missing)
                 column.append(value)
         self._steps.append(metrics.step)
         self._undecided_reason = metrics.undecided_reason or self._undecided_reason
+        if metrics.step % RECENT == 0:
+            found = self._evidence().thinned()
+            self._steps = array("q", found.steps.tobytes())
+            self._series = {name: array("d", values.tobytes()) for name, values in found.series.items()}
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
         """Append the next evaluation of the held-out questions."""
@@ -279,21 +296,31 @@ class AlarmWatch:
 
     def findings(self) -> AlarmReport:
         """Run all alarms on the measurements so far and the disk as it is now."""
+        found = dataclasses.replace(self._evidence(), undecided_reason=self._undecided_reason)
+        return findings_of(dataclasses.replace(found, evaluations=self._evaluations, disk=disk_of(self._folder)))
+
+    def _evidence(self) -> Evidence:
         steps = np.array(self._steps, np.int64)
         series = {name: np.full(len(steps), np.nan) for name in self._series}
         for name, column in self._series.items():
             series[name][: len(column)] = column
-        found = dataclasses.replace(self._known, steps=steps, series=series, undecided_reason=self._undecided_reason)
-        return findings_of(dataclasses.replace(found, evaluations=self._evaluations, disk=disk_of(self._folder)))
+        return dataclasses.replace(self._known, steps=steps, series=series)
 
 
 def findings_of_run(path: Path) -> AlarmReport:
     """Check the alarms of a running, finished or dead run from its recipe and ``metrics.jsonl``, whose unreadable lines
     are skipped. Raises RunFolderError if there is no run."""
-    folder = RunFolder.open(path)
-    lines = _readable(folder.metrics)
-    found = Evidence.of([line for line in lines if isinstance(line, StepMetrics)])
-    return findings_of(evidence_of(found, lines, _tables(folder.recipe), disk_of(path)))
+    follower, watch = LineFollower(RunFolder.open(path).metrics, METRICS, links=True), AlarmWatch(path)
+    with suppress(OSError, StoreError):  # no file that can be read
+        while follower.more:
+            lines, again = follower.read_on()
+            watch = AlarmWatch(path) if again else watch
+            for line in lines:
+                if isinstance(line, StepMetrics):
+                    watch.step(line)
+                elif type(line) is EvaluationLine:  # evaluations of further sets raise no alarms
+                    watch.evaluated(line)
+    return watch.findings()
 
 
 def evidence_of(
@@ -316,17 +343,6 @@ def evidence_of(
         last_step=last_step_of(recipe),
         mismatch=mismatch_of(recipe),
     )
-
-
-def _readable(metrics: Path) -> list[MetricsLine]:
-    follower, found = LineFollower(metrics, METRICS, links=True), list[MetricsLine]()
-    with suppress(OSError, StoreError):  # no file that can be read
-        while follower.more:
-            lines, again = follower.read_on()
-            if again:
-                found.clear()
-            found += lines
-    return found
 
 
 def last_step_of(recipe: Mapping[str, Any]) -> int | None:

@@ -6,6 +6,7 @@ A series has one value for each step, NaN where it was not measured. A window is
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from stretto.core.records import Record
 from stretto.store.series.metrics import EvaluationLine, StepMetrics, alike
 
 WINDOW = 10  #: measured steps in a window
+RECENT = 2048  #: newest steps that `Evidence.thinned` leaves as they are, at least
+_FIRST = 256  # steps at the beginning that it leaves
 _CHANCE = 0.001  # probability that some pair of a run's evaluations differs by chance
 
 Numbers = npt.NDArray[np.float64]
@@ -233,6 +236,29 @@ class Evidence:
         known = values[np.isfinite(values)]
         return float(known[-1]) if len(known) else self.bound
 
+    def thinned(self) -> Evidence:
+        """Return the evidence with fewer than 6,500 rows, however long the run is, and only the series that alarms
+        read.
+
+        The first 256 and at least the newest 2,048 steps stay. Of those between, blocks of 2, 4, 8, … steps become one
+        row each: its first step, with the first measurement of each series in the block. Evidence that was thinned
+        earlier, with the steps that followed, is thinned to the same rows as that of all steps.
+        """
+        newest = int(self.steps[-1]) if len(self.steps) else 0
+        blocks = newest // RECENT - 1  # of `RECENT` steps: what becomes a row once stays one when there are more
+        if blocks < 2:
+            return self
+        size = 1 << (blocks - 1).bit_length()
+        between = (self.steps >= _FIRST) & (self.steps < blocks * RECENT)
+        keys = np.where(between, self.steps // size * size, self.steps)
+        begins = np.diff(keys, prepend=keys[0] - 1) != 0
+        rows, series = np.cumsum(begins) - 1, dict[str, Numbers]()
+        for name in filter(is_read, self.series):
+            known = np.flatnonzero(np.isfinite(self.series[name]))[::-1]  # so the first of a row is written last
+            series[name] = np.full(int(rows[-1]) + 1, np.nan)
+            series[name][rows[known]] = self.series[name][known]
+        return dataclasses.replace(self, steps=self.steps[begins], series=series)
+
     @classmethod
     def of(cls, steps: Sequence[StepMetrics]) -> Evidence:
         """Make evidence from the step lines of ``metrics.jsonl``: `steps`, `series` and `undecided_reason`. The other
@@ -251,6 +277,11 @@ _WHOLE = (*_VERDICTS, "length_mean", "truncated", "staleness_mean", "rl_seconds"
 _OF_TRAINER = ("entropy", "behavior_logprob_error", "grad_norm", "bad_steps", "kl_behavior", "kl_reference")
 #: Series that an alarm reads, beside those of `busy`, `memory` and `canary`.
 READ = frozenset({*_WHOLE, *(f"trainer.{name}" for name in _OF_TRAINER)})
+
+
+def is_read(name: str) -> bool:
+    """Whether an alarm reads the series of this name."""
+    return name in READ or name.startswith(("busy.", "memory.", "canary."))
 
 
 def numbers_of(step: StepMetrics) -> Iterator[tuple[str, float]]:

@@ -170,16 +170,17 @@ _STEPS, _SHARE, _MIB = 16 * WINDOW, 0.1, 64.0
 
 
 def memory_growing(found: Evidence) -> Iterator[Alarm]:
-    """Yield an alarm for each role whose memory has grown in each quarter of the newest 160 (or 320, 640, …) measured
-    steps, in all by at least a tenth and at least 64 MiB, and in the second half at least half as much as in the first.
+    """Yield an alarm for each role whose memory has grown in each quarter of the newest 160 (or 320, 640, …) steps, in
+    all by at least a tenth and at least 64 MiB, and in the second half at least half as much as in the first.
     (Caches fill more and more slowly; a leak does not slow down.) The first ten measurements do not count."""
     for name in sorted(series for series in found.series if series.startswith("memory.")):
         values = found.series[name]
         known = np.flatnonzero(np.isfinite(values))[WINDOW:]
-        span = _STEPS
-        while span <= len(known):
-            ends = len(known) - span + np.linspace(WINDOW, span, 5).astype(int)
-            at = [float(values[known[end - WINDOW : end]].mean()) for end in ends]
+        steps, span = found.steps[known], _STEPS
+        while len(known) and span <= steps[-1] - steps[0] + 1:
+            ends = np.searchsorted(steps, steps[-1] - span + np.linspace(WINDOW, span, 5).astype(int), side="right")
+            enough = np.diff(ends, prepend=0).min() >= WINDOW
+            at = [float(values[known[end - WINDOW : end]].mean()) if enough else 0.0 for end in ends]
             rises = all(before < after for before, after in pairwise(at))
             if rises and at[4] - at[0] >= max(_SHARE * at[0], _MIB) and at[4] - at[2] >= (at[2] - at[0]) / 2:
                 first, last = int(found.steps[known[ends[0] - 1]]), int(found.steps[known[-1]])
