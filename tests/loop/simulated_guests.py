@@ -198,7 +198,7 @@ class SimulatedClient:
         return found
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        raise AssertionError("nobody asks for scores here")
+        return [(float(self.version),)] * len(texts)  # each is the version that it is of
 
     async def health(self) -> EngineHealth:
         await self._reply()

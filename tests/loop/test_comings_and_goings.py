@@ -255,6 +255,18 @@ async def begun(story: Story, engines: int = 1) -> AsyncIterator[None]:
     supervising.cancel()
 
 
+@asynccontextmanager
+async def guested(story: Story) -> AsyncIterator[None]:
+    """Beside an engine that loads at once, a guest joins that loads for 15 s."""
+    async with begun(story):
+        loading = asyncio.create_task(story.pool.keep_loaded())
+        story.pool.publish(1)
+        story.join(fresh=True)
+        story.machines["engine-1"].pull_seconds = 15.0
+        yield
+        loading.cancel()
+
+
 @in_story(kills=True)
 async def test_an_engine_comes_back_though_all_load_more_slowly_than_the_trainer_publishes(story: Story) -> None:
     async with begun(story, engines=2):
@@ -281,10 +293,7 @@ async def test_a_guest_that_loads_for_a_step_and_a_half_gets_the_groups_that_can
 ) -> None:
     """Beside an engine that loads at once; at version 21 its loads break down."""
     story.pool.bound = lambda: bound
-    async with begun(story):
-        loading = asyncio.create_task(story.pool.keep_loaded())
-        story.pool.publish(1)
-        story.join(fresh=True)
+    async with guested(story):
         groups: dict[int, asyncio.Task[None]] = {}
         for step in range(2, 30):
             story.machines["engine-1"].pull_seconds = 15.0 if step < 21 else 1000.0
@@ -298,11 +307,40 @@ async def test_a_guest_that_loads_for_a_step_and_a_half_gets_the_groups_that_can
                 await asyncio.sleep(1.0)
                 await story.pool.poll(1.0)
         await asyncio.gather(*groups.values())
-        loading.cancel()
     told = "has not loaded version 21 in 20 s" if helps else "loads a version in 15 s, and 1 newer one came meanwhile"
     advice = "" if helps else " (with rollout.max_staleness = 3 it would help)"
     assert (story.began.count("engine-1") > 6) is helps
     assert f"engine-1 {told}{advice}: no groups until it has caught up" in story.said
+
+
+@pytest.mark.parametrize("last", [8, 9])
+@in_story()
+async def test_a_guest_that_awaits_a_publication_is_not_late_and_loads_if_none_comes(story: Story, last: int) -> None:
+    async with guested(story):
+        for step in range(2, last + 1):
+            story.pool.publish(step)
+            for _ in range(10 if step < last else 60):
+                await asyncio.gather(asyncio.sleep(1.0), story.pool.poll(1.0))
+    assert story.pool.engine("engine-1").version == last
+    assert not any("has not loaded" in line for line in story.said)
+
+
+@in_story()
+async def test_scores_are_of_no_older_version_than_was_live_when_they_were_asked_for(story: Story) -> None:
+    async def scored() -> float:
+        live, before = story.pool.live, story.now
+        assert await story.pool.score([(1, 2)]) >= [(live,)]
+        return story.now - before
+
+    scores = list[asyncio.Task[float]]()
+    async with guested(story), asyncio.TaskGroup() as tasks:
+        for step in range(2, 20):
+            story.pool.publish(step)
+            tasks.create_task(story.group(step, seeds=(5, 7, 8)))  # so that the guest has less to do
+            await asyncio.sleep(0.5)
+            scores += [tasks.create_task(scored())]
+            await asyncio.sleep(9.5)
+    assert max(task.result() for task in scores) > 10
 
 
 @pytest.mark.parametrize("second", [1, 4, 7])
@@ -311,13 +349,9 @@ async def test_a_guest_that_is_behind_gets_no_newer_groups_though_all_others_are
     story: Story, second: int
 ) -> None:
     """It has promised a version, or starts, while the only other engine dies."""
-    async with begun(story):
-        loading = asyncio.create_task(story.pool.keep_loaded())
-        story.pool.publish(1)
-        story.join(fresh=True)
+    async with guested(story):
         groups = list[asyncio.Task[None]]()
         for step in range(2, 20):
-            story.machines["engine-1"].pull_seconds = 15.0
             story.pool.publish(step)
             for tick in range(10):
                 await asyncio.sleep(0.5)
@@ -326,7 +360,6 @@ async def test_a_guest_that_is_behind_gets_no_newer_groups_though_all_others_are
                 await asyncio.sleep(0.5)
                 groups.append(asyncio.create_task(story.group(len(groups), seeds=(5, 7, 8))))
         await asyncio.gather(*groups)
-        loading.cancel()
     assert story.began.count("engine-1") > 6
 
 

@@ -329,16 +329,16 @@ class EnginePool:
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Compute the log-probabilities of the tokens of `texts` (token ids of each) on the least-loaded engine.
-        Returns for each text one number per token but the first.
+        Returns for each text one number per token but the first. A version that it has promised is waited for.
 
         Raises:
-            EngineLost: the engine does not reply.
             RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
-            DeadlineExceeded: no engine became free, or up, as for `generate`.
+            EngineLost, EngineLeft, DeadlineExceeded: as for `generate`.
         """
         name = await self._free_engine(len(texts))
         try:
-            return await self._engines[name].client.score(texts)
+            await (engine := self._engines[name]).until_it_serves(engine.publications.promised)
+            return await engine.client.score(texts)
         finally:
             self._router.finish(name, len(texts))
             self._free.set()

@@ -62,6 +62,7 @@ class Publications:
         self._loaded = -math.inf  # time of the last load
         self._news = asyncio.Event()
         self._awaited = 0  # requests that wait until the engine has loaded a version
+        self._due = 0.0  # time from which the engine is to load what is missing; inf: it waits in `next`
 
     def follow(
         self, live: Callable[[], int], reached: Callable[[], int], bound: Callable[[], float] = lambda: 0.0
@@ -112,12 +113,17 @@ class Publications:
 
     async def next(self) -> None:
         """Wait for the next publication if the last load kept up, as long as others are live: groups are admitted just
-        after a publication, and the engine can promise to serve it if it begins to load then."""
+        after a publication, and the engine can promise to serve it if it begins to load then. If none comes for long,
+        `late` ends the wait."""
         self._news.clear()
-        while self._keeps_up and self.live() >= 0 and not self._news.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_LIVE_SECONDS):
-                    await self._news.wait()
+        self._due = math.inf
+        try:
+            while self._keeps_up and self.live() >= 0 and not self._news.is_set():
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_LIVE_SECONDS):
+                        await self._news.wait()
+        finally:
+            self._due = asyncio.get_running_loop().time()
         self._news.set()
 
     def look_again(self) -> None:
@@ -165,11 +171,14 @@ class Publications:
         return bool(self._missing)
 
     def late(self, seconds: float) -> int | None:
-        """Oldest missing version if it was published more than `seconds` (plus the interval) ago, else None."""
+        """Oldest missing version if it was published more than `seconds` (plus the interval) ago, else None. An engine
+        that waits in `next` meanwhile is not late: its wait ends, and it has as long from then on."""
         if not self._missing:
             return None
-        version, since = self._missing[0]
-        return version if asyncio.get_running_loop().time() - since > seconds + self._interval else None
+        now, (version, since), patience = asyncio.get_running_loop().time(), self._missing[0], seconds + self._interval
+        if now - since > patience and math.isinf(self._due):
+            self._news.set()
+        return version if now - max(since, self._due) > patience else None
 
 
 class EngineCounters:
