@@ -25,6 +25,7 @@ from stretto.model.hf.inspection import POINTS, inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.rewards.service.judging import load_reward
 from stretto.store.run_folder import RunFolder
+from stretto.weights.folder import SHARED
 from stretto_app.extensions.preflight.notes import schedule_notes
 from stretto_workflows.data.jsonl import read_rows, require
 from tests.launch.running import TINY as TINY_RECIPE
@@ -228,6 +229,12 @@ def test_a_dry_run_refuses_a_run_folder_as_a_start_does_and_makes_nothing(
     laboratory.run(*words, "--dry-run").refused(told)
     assert len([*tmp_path.rglob("*")]) == 2
     laboratory.run(*words).refused(told)
+
+
+def test_of_a_full_disk_that_of_the_file_is_named_however_full_others_are(tmp_path: Path) -> None:
+    for place in (tmp_path, SHARED):
+        told = train._room_needed(f"{place}/gone/x cannot be written: No space left on device", tmp_path)
+        assert f"; of the disk of {place} {shutil.disk_usage(place).free >> 20}." in told
 
 
 def test_what_a_full_disk_needs_is_told_also_where_no_temporary_folder_can_be_used(

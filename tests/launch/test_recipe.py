@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RecipeError
 from stretto.launch.recipe.recipe import _PATHS, Recipe, differences, load_recipe, parse_recipe, to_toml, validate
+from stretto.store.files import unreplaced
 from stretto.trainer.objective.corrections import CORRECTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -339,3 +340,4 @@ def test_a_variable_that_no_shell_has_replaced_is_no_part_of_a_path(tmp_path: Pa
     assert f"{key}: '$HOME/x'; only a shell replaces $HOME: write {os.environ['HOME']}/x" in told
     (tmp_path / "$HOME").mkdir()
     assert "only a shell" not in message(write(tmp_path, 'path = "$HOME"\n'))  # there is one of that name
+    assert unreplaced("cost$5/${a b}/$", Path("gone")) == ""  # these are no variables

@@ -87,11 +87,17 @@ def test_its_checkpoints_may_be_in_another_place_from_the_start(tmp_path: Path) 
         assert [path.name for path in folder.checkpoints.iterdir()] == ["step-000005"]
 
 
-@pytest.mark.parametrize("what", ["new", "empty", "file", "below a file", "a run", "another's", "in use", "too long"])
+WHAT = ["new", "empty", "file", "below a file", "a run", "another's", "in use", "too long"]
+WHAT += ["link to nothing", "below a link to nothing"]
+
+
+@pytest.mark.parametrize("what", WHAT)
 def test_what_is_checked_before_a_run_is_what_its_start_refuses_and_nothing_is_made(tmp_path: Path, what: str) -> None:
-    place = {"below a file": tmp_path / "run" / "below", "too long": tmp_path / ("a" * 300)}.get(what, tmp_path / "run")
+    place = tmp_path / {"too long": "a" * 300}.get(what, "run/below" if what.startswith("below") else "run")
     begun = None
-    if what in ("file", "below a file"):
+    if "link" in what:
+        (tmp_path / "run").symlink_to(tmp_path / "gone")
+    elif what in ("file", "below a file"):
         (tmp_path / "run").touch()
     elif what in ("empty", "another's"):
         (tmp_path / "run").mkdir()

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import gc
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -260,17 +261,20 @@ class Prepared:
 
 
 def _room_needed(told: str, run_dir: Path) -> str:
-    """Words to append to the error `told` if a full disk has ended the run: how much is free on the fullest disk that
-    it writes to, and what to do; "" for another error."""
+    """Words to append to the error `told` if a full disk has ended the run: how much is free on the disk of the file
+    that it names (else on the fullest that the run writes to), and what to do; "" for another error."""
     if not any(words in told for words in _FULL):
         return ""
-    disks = list[tuple[int, Path]]()
-    for place in (run_dir, SHARED, None):
+    disks = list[tuple[bool, int, Path]]()
+    for folder in (run_dir, SHARED, None):
         with suppress(OSError):  # it is gone; or every folder for temporary files is full, then there is none
-            disks.append((shutil.disk_usage(found := place or Path(tempfile.gettempdir())).free, found))
+            place = folder or Path(tempfile.gettempdir())
+            if named := re.search(rf"{re.escape(str(place))}/[^:'\"]+", told):
+                place = next(one for one in Path(named[0]).parents if one.exists())
+            disks.append((named is None, shutil.disk_usage(place).free, place))
     if not disks:
         return ""
-    free, place = min(disks)
+    _, free, place = min(disks)
     remedy = f"make room there, and go on with `stretto train --resume {run_dir}`"
     return f"; of the disk of {place} {free / (1 << 20):.1f} MiB are free: {remedy}"
 

@@ -28,6 +28,7 @@ RECORDS |= {"held_out.jsonl", "metrics.jsonl", "questions.jsonl", "samples.jsonl
 RECORDS |= {"prediction.json", "recipe.toml", "rewards.json", "versions.json"}
 RECORDS |= {"checkpoints", "logs", "outlets", "policy", "tokens"}
 _OF_A_RUN = ("ledger.sqlite", "lock")  # a folder with one of these holds a run
+_VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{[A-Za-z_]\w*\})", re.ASCII)
 _UNFINISHED = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(part|partial)")
 _ASIDE = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(old|replaced)")
 
@@ -35,7 +36,7 @@ _ASIDE = re.compile(r"\.(?P<name>.+?)(\.\d+)?\.(old|replaced)")
 def unreplaced(text: str, path: Path) -> str:
     """Return what to do about a path in which only a shell would have replaced a variable, or the ``~`` that it begins
     with; "" for any other, and if there is a file of that name. `text`: as it was given; `path`: where that leads."""
-    first = Path(text).parts[0] if text.startswith("~") else next((one for one in Path(text).parts if "$" in one), "")
+    first = Path(text).parts[0] if text.startswith("~") else next(filter(_VARIABLE.search, Path(text).parts), "")
     if not first or os.path.lexists(path):
         return ""
     meant = os.path.expanduser(os.path.expandvars(text))

@@ -127,6 +127,9 @@ class RunFolder:
             try:
                 found = place.stat()
             except FileNotFoundError:
+                if place.is_symlink():  # to nothing
+                    why = f"cannot be created: {os.strerror(errno.EEXIST)}"
+                    raise _refused(folder, why, "give another folder") from None
                 place = place.parent
             except OSError as error:
                 raise _refused(folder, f"cannot be created: {error.strerror}", "give another folder") from error
