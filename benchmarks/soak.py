@@ -360,12 +360,18 @@ def as_kills(part: Part, kills: Tally) -> Part:
     return replace(part, first=first, last=first + part.last - part.first, counts=counts, seen=seen)
 
 
+def _minutes(text: str) -> int:
+    if not text.isdecimal() or not int(text) or int(text) % _PART:
+        raise argparse.ArgumentTypeError(f"{text!r} is no multiple of ten minutes: give 10, 20, 30, …")
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hours", type=float, default=2.0)
     parser.add_argument("--run-dir", type=Path, help="folder of the run (default: a temporary one)")
     parser.add_argument("--hang", type=float, default=100.0, help="seconds without a step")
-    parser.add_argument("--checked-after", type=int, default=_PART, metavar="MINUTES", help="a multiple of ten")
+    parser.add_argument("--checked-after", type=_minutes, default=_PART, metavar="MINUTES", help="a multiple of ten")
     parser.add_argument("--add", type=Path, default=RESULTS / "soak.json", metavar="FILE", help="what is added to")
     parser.add_argument("--kills", type=Path, default=RESULTS / "kills.json", metavar="FILE", help="the tally of kills")
     parser.add_argument("--show", action="store_true", help="show what there is, and run nothing")

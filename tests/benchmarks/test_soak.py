@@ -6,11 +6,12 @@
 - The newest step is that at the end of a file that is longer than what is read of it."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks.soak import KILLS, LAST, STOPS, Life, Scales, flatness, in_turn, newest_step
+from benchmarks.soak import KILLS, LAST, STOPS, Life, Scales, flatness, in_turn, main, newest_step
 
 
 def lives(role: str, late: float, descriptors: float = 20) -> list[Life]:
@@ -31,6 +32,16 @@ def test_a_role_is_flat_within_two_percent(late: float, descriptors: float, flat
 
 def test_a_role_with_few_processes_is_not_judged() -> None:
     assert flatness([*lives("engine", 100.0), Life("trainer", 90, 1.0, 1.0, 1)])[-1].role == "engine"
+
+
+@pytest.mark.parametrize("minutes", ["0", "15", "-10", "ten"])
+def test_minutes_that_no_part_ends_at_are_refused(
+    minutes: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["soak", "--show", f"--checked-after={minutes}"])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert f"'{minutes}' is no multiple of ten minutes: give 10, 20, 30, …" in capsys.readouterr().err
 
 
 def test_a_process_counts_once_by_its_role_and_at_the_age_that_is_compared() -> None:
