@@ -15,25 +15,33 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 def cpu_ticks(pid: int) -> int:
     """CPU time of a process in hundredths of a second, kernel time included; 0 once it has ended."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[11]) + int(fields[12])
+    return sum(map(int, _fields_of(pid)[11:13]))
 
 
 def spent_seconds(pid: int) -> float:
     """CPU seconds of a process, of its running descendants, and of those that these have waited for; 0 once it has
     ended. A child that ends meanwhile may be left out until the next call, and none counts twice."""
-    return sum(map(_ticks_of_all, (pid, *descendants(pid)))) / os.sysconf("SC_CLK_TCK")
+    ticks = (sum(map(int, _fields_of(one)[11:15])) for one in (pid, *descendants(pid)))
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def _ticks_of_all(pid: int) -> int:
+def _fields_of(pid: int) -> list[bytes]:
+    return _content(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+
+
+def _content(path: str) -> bytes:
+    """Content of a file in /proc; empty once its process has ended. (A `Path` takes several times as long, and the
+    conductor reads hundreds of files each second.)"""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+        file = os.open(path, os.O_RDONLY)
     except OSError:
-        return 0
-    return sum(map(int, fields[11:15]))
+        return b""
+    try:
+        return b"".join(iter(lambda: os.read(file, 1 << 16), b""))
+    except OSError:
+        return b""
+    finally:
+        os.close(file)
 
 
 def resident_bytes(pid: int) -> int:
@@ -55,8 +63,8 @@ def children(pid: int) -> list[int]:
     """Process ids of the children of `pid` that have not been waited for; none if `pid` itself has ended."""
     found = list[int]()
     with contextlib.suppress(OSError):  # it has ended meanwhile
-        for task in Path(f"/proc/{pid}/task").glob("*/children"):
-            found += map(int, task.read_bytes().split())
+        for task in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, _content(f"/proc/{pid}/task/{task}/children").split())
     return found
 
 
