@@ -69,8 +69,8 @@ def test_a_run_with_a_reference_and_filters_does_what_its_recipe_says(laboratory
     assert {one["stop_reason"] for one in trained} == {"stop"}
     assert min(Counter(one["group"] for one in trained).values()) >= 2
     reasons = {one["reason"] for one in trajectories if one["state"] == State.FILTERED}
-    assert "cut off at its length" in reasons
-    assert all(reason == "cut off at its length" or reason.endswith("of the group are left") for reason in reasons)
+    assert "truncated: cut off at its length" in reasons
+    assert all(reason.startswith(("truncated: ", "min_group_size: only ")) for reason in reasons)
 
 
 def test_what_would_be_too_old_expires_and_is_asked_again(laboratory: Laboratory, run_dir: Path) -> None:

@@ -1,4 +1,6 @@
-"""Promises: each filter by hand; they work one after the other on what is left; what is not refused is trained on."""
+"""Promises: each filter by hand; they work one after the other on what is left; what is not refused is trained on;
+each reason begins with the name of its filter.
+"""
 
 from collections.abc import Sequence
 
@@ -54,20 +56,21 @@ def test_filters_work_on_what_is_left() -> None:
     chosen = filters(RolloutConfig(truncated="filter", filter="zero_variance"))
     # without the answer that was cut off, the two others are equal
     reasons = refused(group([1.0, 1.0, 0.0], cut=[2]), chosen, fewest=1)
-    assert reasons == {"g/0": "all rewards are 1", "g/1": "all rewards are 1", "g/2": "cut off at its length"}
+    equal = "zero_variance: all rewards are 1"
+    assert reasons == {"g/0": equal, "g/1": equal, "g/2": "truncated: cut off at its length"}
 
 
 def test_a_group_needs_enough_answers_after_its_filters_too() -> None:
     chosen = filters(RolloutConfig(truncated="filter"))
     assert refused(group([1.0, 0.0, 0.0], cut=[0]), chosen, fewest=2).keys() == {"g/0"}
     reasons = refused(group([1.0, 0.0, 0.0], cut=[0]), chosen, fewest=3)
-    assert reasons["g/1"] == "only 2 completions of the group are left"
+    assert reasons["g/1"] == "min_group_size: only 2 completions of the group are left"
     assert len(reasons) == 3
 
 
 def test_a_group_of_which_nothing_is_left_asks_no_further_filter() -> None:
     chosen = filters(RolloutConfig(truncated="filter", success_rate_min=0.5, filter="zero_variance"))
-    assert set(refused(group([1.0], cut=[0]), chosen, fewest=1).values()) == {"cut off at its length"}
+    assert set(refused(group([1.0], cut=[0]), chosen, fewest=1).values()) == {"truncated: cut off at its length"}
 
 
 @given(REWARDS, st.integers(1, 6))

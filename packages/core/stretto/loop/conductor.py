@@ -35,6 +35,7 @@ from stretto.loop.evaluation import Evaluations, is_evaluation
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller, Ticket
+from stretto.rollout.filters import most_often
 from stretto.rollout.single_turn import GroupWorkflow
 
 _POLL_SECONDS = 1.0
@@ -159,7 +160,7 @@ class Conductor:
             self.recorder.judged(ticket.draw.prompt, trajectories)
             if self.controller.filtered >= self._report_at:
                 self._report_at *= 2  # of the whole run: else a filter that refuses most groups is told at each batch
-                self.recorder.filtered(self.controller.filtered)
+                self.recorder.filtered(self.controller.filtered, most_often(self.controller.reasons))
         self._forget(ticket, trajectories)
 
     def _forget(self, ticket: Ticket, trajectories: Sequence[Trajectory] = ()) -> None:
@@ -240,8 +241,8 @@ class Conductor:
 
     def _queues(self) -> str:
         queues = self.controller
-        counts = f"{queues.buffered} buffered, {queues.filtered} filtered{self.engines.absence}"
-        return f": {several(queues.in_flight, 'group')} in flight, {counts}"
+        filtered = f"{queues.filtered} filtered{most_often(queues.reasons)}{self.engines.absence}"
+        return f": {several(queues.in_flight, 'group')} in flight, {queues.buffered} buffered, {filtered}"
 
     def _expire_overdue(self) -> None:
         for ticket in self.controller.overdue():

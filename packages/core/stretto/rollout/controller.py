@@ -28,7 +28,7 @@ from stretto.core.states import Journal
 from stretto.rollout.adaptive import AdaptiveBound, AdaptiveInFlight, Pressure, adapted, decided, measured
 from stretto.rollout.batching import QueueState, assert_within_bound, choose
 from stretto.rollout.config import RolloutConfig
-from stretto.rollout.filters import Compared, filters, refused
+from stretto.rollout.filters import Compared, count_reasons, filters, refused
 from stretto.rollout.pacing import Continuous, Pacing
 from stretto.rollout.prompts import Draw, Position, PromptStream
 
@@ -126,7 +126,7 @@ class Controller:
         self._in_flight: dict[str, Ticket] = {}
         self._buffer: list[tuple[Ticket, Group]] = []
         self._failures_in_a_row = 0
-        self.filtered = 0  # groups filtered since the last batch
+        self.filtered, self.reasons = 0, dict[str, int]()  # groups filtered since the last batch; their reasons
         self.refused = 0  # late or duplicate results
 
     @property
@@ -279,10 +279,10 @@ class Controller:
         group = self._group(ticket, decided)
         self._prompts.judged(ticket.draw, sum(t.verdict.outcome is Outcome.RIGHT for t in decided) / len(decided))
         reasons = refused(group, self._filters, self.config.min_group_size)
+        count_reasons(self.reasons, reasons.values())
         kept = [t for t in decided if t.id not in reasons]
-        for trajectory in decided:
-            if trajectory.id in reasons:
-                self._settle([trajectory], State.FILTERED, reasons[trajectory.id])
+        for trajectory in [t for t in decided if t.id in reasons]:
+            self._settle([trajectory], State.FILTERED, reasons[trajectory.id])
         if kept:
             left = self._group(ticket, kept)
             self._journal.buffer(left)
@@ -344,7 +344,7 @@ class Controller:
         self._starved = not next_one.groups  # before the journal, which may write `state`
         self._journal.commit_batch(batch)
         self._taken += len(self._leave_buffer(choice.groups))
-        self.filtered = 0
+        self.filtered, self.reasons = 0, {}
         return batch
 
     def _facts(self, version: int, without: Sequence[Group] = ()) -> QueueState:

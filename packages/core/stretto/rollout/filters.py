@@ -18,6 +18,7 @@ from stretto.rollout.config import FILTERS, RolloutConfig
 Filter = Callable[[Group], Mapping[str, str]]
 #: Returns the rewards of a group that the advantages compare, in the lists in which they are compared.
 Compared = Callable[[Group], Iterable[Sequence[float]]]
+_REASONS = 100  # that are counted
 
 
 def truncated(group: Group) -> Mapping[str, str]:
@@ -51,18 +52,23 @@ def zero_variance(group: Group, compared: Compared = _of_trajectories) -> Mappin
 
 def filters(config: RolloutConfig, compared: Compared | None = None) -> tuple[Filter, ...]:
     """The filters of a recipe in the order in which they apply: `truncated`, `success_rate`, then those that
-    `rollout.filter` names. `compared`: returns the lists of rewards that `zero_variance` compares; None: one list, of
-    the whole group. Raises RecipeError if a filter cannot be loaded."""
-    chosen: list[Filter] = []
+    `rollout.filter` names. Each puts its name in front of its reasons. `compared`: returns the lists of rewards that
+    `zero_variance` compares; None: one list, of the whole group. Raises RecipeError if a filter cannot be loaded."""
+    chosen: list[tuple[str, Filter]] = []
     if config.truncated == "filter":
-        chosen.append(truncated)
+        chosen.append(("truncated", truncated))
     if (config.success_rate_min, config.success_rate_max) != (0, 1):
-        chosen.append(partial(success_rate, low=config.success_rate_min, high=config.success_rate_max))
-    for named in config.filters:
-        bound = FILTERS.bound(named)
+        rate = partial(success_rate, low=config.success_rate_min, high=config.success_rate_max)
+        chosen.append(("success_rate", rate))
+    for one in config.filters:
+        bound = FILTERS.bound(one)
         given = compared is not None and getattr(bound, "func", None) is zero_variance
-        chosen.append(partial(bound, compared=compared) if given else bound)
-    return tuple(chosen)
+        chosen.append((str(getattr(one, "kind", one)), partial(bound, compared=compared) if given else bound))
+    return tuple(partial(_named, name, refuses) for name, refuses in chosen)
+
+
+def _named(name: str, refuses: Filter, group: Group) -> Mapping[str, str]:
+    return {id: f"{name}: {reason}" for id, reason in refuses(group).items()}
 
 
 def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, str]:
@@ -75,8 +81,25 @@ def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, 
         reasons |= refuses(left)
     left = _without(group, reasons)
     if reasons and (count := len(left.trajectories)) < fewest:
-        reasons |= _all(left, f"only {count} completions of the group are left")
+        reasons |= _all(left, f"min_group_size: only {count} completions of the group are left")
     return reasons
+
+
+def count_reasons(counts: dict[str, int], reasons: Iterable[str]) -> None:
+    """Count the reasons of refused trajectories in `counts`: 100 different ones at most, since a reason with a number
+    in it may differ each time."""
+    for reason in reasons:
+        if reason in counts or len(counts) < _REASONS:
+            counts[reason] = counts.get(reason, 0) + 1
+
+
+def most_often(counts: Mapping[str, int]) -> str:
+    """Say which of the reasons is the most frequent; "" without any.
+
+    >>> most_often({"mine:short: empty": 2, "zero_variance: all rewards are 0": 8})
+    ' (most often zero_variance: all rewards are 0)'
+    """
+    return f" (most often {max(counts, key=counts.__getitem__)})" if counts else ""
 
 
 def _without(group: Group, reasons: Mapping[str, str]) -> Group:

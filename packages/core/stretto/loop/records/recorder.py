@@ -254,11 +254,11 @@ class Recorder:
             self._reporter.say(sentence)
         self._ledger.flush()
 
-    def filtered(self, groups: int) -> None:
-        """Log that `groups` groups were filtered since the last batch: perhaps no batch will ever be complete."""
-        self._reporter.say(
-            f"{several(groups, 'group was', 'groups were')} filtered since the last batch (the filters of [rollout])"
-        )
+    def filtered(self, groups: int, why: str) -> None:
+        """Log that `groups` groups were filtered since the last batch: perhaps no batch will ever be complete. `why`:
+        of their reasons the most frequent (`most_often`)."""
+        said = f"{several(groups, 'group was', 'groups were')} filtered since the last batch"
+        self._reporter.say(f"{said}{why}: see the filters of [rollout]")
 
     def evaluation_sampled(self, completion: Completion) -> None:
         """Count the tokens of a finished completion of an evaluation. The totals have them as `evaluated`, not as
