@@ -126,6 +126,7 @@ def test_an_alarm_holds_since_its_step(found: Evidence, name: str, since: int) -
         _evidence(bound=None, staleness_mean=np.full(N, 50.0)),
         _evidence(staleness_mean=np.full(N, 4.0), max_staleness=_from(40, 4, 8)),  # the bound was raised
         _evidence(bound=0.0, staleness_mean=np.zeros(N)),  # a synchronous run
+        _evidence(staleness_mean=STALE, busy__trainer=np.full(N, 0.7)),  # more completions would not make it quicker
         # by a sixth, by chance
         _evidence([_evaluation(30, 0.6), _evaluation(60, 0.5)], reward=np.linspace(0.8, 0.2, N)),
         _evidence(busy__rewards=np.zeros(N)),  # agents bring their own rewards
@@ -210,6 +211,11 @@ def test_an_alarm_of_memory_names_the_role_and_its_pace() -> None:
     assert alarm.title == "memory of trainer growing"
     assert alarm.message == "it grew from 744 to 894 MiB by step 400, 1 MiB a step"
     assert alarm.look == "series:memory.trainer"
+
+
+def test_completions_that_are_cut_off_name_the_key_that_allows_more() -> None:
+    (alarm,) = findings_of(_evidence(truncated=np.full(N, 0.98))).alarms
+    assert str(alarm).endswith("98% of the completions end at their limit of tokens; see recipe:sampling.max_tokens")
 
 
 def test_an_alarm_says_the_numbers_and_where_to_look() -> None:

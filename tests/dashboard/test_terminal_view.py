@@ -96,7 +96,7 @@ def test_an_alarm_watch_finds_what_the_alarms_of_the_whole_run_find(tmp_path: Pa
         step(
             number,
             length_mean=10.0 if number <= 20 else 50.0,
-            busy={"trainer": 1.0} | ({"engine-0": 0.0} if number > 5 else {}),
+            busy={"trainer": 0.4} | ({"engine-0": 0.0} if number > 5 else {}),
             staleness_mean=4.0,
         )
         for number in range(1, 61)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from stretto.core.records import State
 from stretto.store.series.metrics import MetricsLog, StepMetrics
 from stretto_report.audit.alarms import AlarmWatch, findings_of_run
 from stretto_report.audit.evidence import READ
@@ -15,7 +16,7 @@ from stretto_report.watch.index.steps import Steps
 from stretto_report.watch.runs.catalog import Catalog
 from stretto_report.watch.runs.run import WatchedRun
 from tests.store.lines import step_line
-from tests.store.make import ledger_at
+from tests.store.make import PROMPT, Make, ledger_at
 
 WELL: dict[str, Any] = {"accuracy": 0.5, "reward": 0.5, "length_mean": 3.0, "truncated": 0.0, "undecided": 0.0}
 TRAINER = {name.removeprefix("trainer."): 0.01 for name in READ if name.startswith("trainer.")} | {"bad_steps": 0.0}
@@ -26,7 +27,7 @@ ILL: dict[str, dict[str, Any]] = {
     "truncated": {"truncated": 0.9, "accuracy": 0.1},
     "accuracy_falling": {"accuracy": 0.0},
     "length_explosion": {"length_mean": 300.0},
-    "staleness_at_bound": {"staleness_mean": 4.0},
+    "staleness_at_bound": {"staleness_mean": 4.0, "busy": {"trainer": 0.4}},
     "exploding_gradient": {"trainer": TRAINER | {"grad_norm": 1e6}},
     "dead_gradient": {"trainer": TRAINER | {"grad_norm": 0.0}},
     "bad_steps": {"trainer": TRAINER | {"bad_steps": 1.0}},
@@ -65,6 +66,23 @@ def test_an_alarm_of_one_reader_is_an_alarm_of_each(tmp_path: Path, name: str) -
     # the pages say also whether the run is dead
     pages = watched(folder, tmp_path / "cache").findings()
     assert (pages.alarms, pages.not_measured, pages.checks) == (found.alarms, found.not_measured, found.checks + 1)
+
+
+def test_filters_that_refuse_all_groups_are_an_alarm_of_each_before_the_first_step(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.toml").write_text("[rollout]\nbatch_size = 8\ngroup_size = 2\n")
+    with ledger_at(folder / "ledger.sqlite") as ledger:
+        for number in range(33):  # four batches, behind a group that is kept
+            ledger.issue(group := f"0.{number}.0", PROMPT, 2, 0)
+            members = [Make.trajectory(group, member) for member in range(2)]
+            if not number:
+                ledger.buffer(Make.group(group, *members))
+            for one in members if number else ():
+                ledger.settle(one.id, State.FILTERED, "mine:all: too long", one)
+    told = "all of the last 64 completions were filtered, most often by mine:all: too long"
+    readers = (findings_of_run(folder), AlarmWatch(folder).findings(), watched(folder, tmp_path / "cache").findings())
+    assert [[alarm.message for alarm in one.alarms if alarm.name == "all_filtered"] for one in readers] == [[told]] * 3
 
 
 def test_the_pages_read_each_number_that_an_alarm_reads(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import math
 import shutil
+import sqlite3
 import tomllib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,6 +27,7 @@ from stretto.core.canary import AGREEING, agreeing, coarser, routes
 from stretto.core.errors import StoreError, several
 from stretto.core.records import Record
 from stretto.store import lock
+from stretto.store.ledger.schema import reading
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineFollower
 from stretto.store.series.metrics import METRICS, EvaluationLine, StepMetrics
@@ -58,7 +60,15 @@ _ROOM = 1 << 30  # bytes that a disk needs at least
 _LARGEST = 1 << 63  # a number that no column can hold
 _CUT_OFF = 0.5  # of the completions
 _UNDECIDED = 0.25  # of the completions
+_WAITING = 0.5  # share of the time that a trainer works at most, if it waits for completions
 _FEWEST = 8  # undecided completions of an evaluation; fewer may be chance
+_SILENT_BATCHES, _SILENT_GROUPS = 4, 32  # filtered without one that is kept
+#: Numbers of completions filtered since the newest kept one, by reason, the most frequent first.
+_FILTERED = """
+    SELECT reason, count(*) FROM trajectories WHERE state = 'filtered' AND key > coalesce(
+        (SELECT key FROM trajectories WHERE state IN ('trained', 'buffered') ORDER BY key DESC LIMIT 1), -1)
+    GROUP BY reason ORDER BY 2 DESC, 1
+"""
 
 
 def entropy_collapse(found: Evidence) -> Iterator[Alarm]:
@@ -88,7 +98,7 @@ def completions_cut_off(found: Evidence) -> Iterator[Alarm]:
     ill = apart(found.steps, found.series.get(name), lambda mean, begin: mean >= _CUT_OFF, 1)
     if ill is not None and (right is None or not measured(right) or newest_mean(right) < 0.5):
         message = f"{ill.now:.0%} of the completions end at their limit of tokens"
-        yield Alarm(name, title, ill.first, message, f"series:{name}")
+        yield Alarm(name, title, ill.first, message, "recipe:sampling.max_tokens")
     elif ill is None and not measured(found.series.get(name)) and found.evaluations:
         last = found.evaluations[-1]
         share = last.truncated / max(last.samples, last.prompts, 1)
@@ -122,6 +132,16 @@ def completions_lost(found: Evidence) -> Iterator[Alarm]:
     yield from completions_undecided(found)
 
 
+def all_filtered(found: Evidence) -> Iterator[Alarm]:
+    """Yield an alarm if the filters have refused all of the newest groups: four batches, and 32 groups at least. The
+    message names the filter with the most frequent reason."""
+    count, why = found.filtered
+    if count >= found.many:
+        message = f"all of the last {several(count, 'completion')} were filtered, most often by {why}"
+        since = int(found.steps[-1]) if len(found.steps) else 0
+        yield Alarm("all_filtered", "every group is filtered", since, message, "recipe:rollout.filter")
+
+
 def idle_role(found: Evidence) -> Iterator[Alarm]:
     """Yield an alarm for each role that has been idle for at least the newest ten steps and ten seconds. A step without
     a measurement counts as busy. Reward workers are exempt, because agents and workflows may compute rewards
@@ -141,13 +161,17 @@ def idle_role(found: Evidence) -> Iterator[Alarm]:
 
 def staleness_at_bound(found: Evidence) -> Iterator[Alarm]:
     """Yield an alarm if the mean staleness of the newest ten measured steps is at least nine tenths of the bound in
-    force: the bound mostly keeps new groups from starting. No alarm in a run without a bound, or with the bound 0."""
-    bound = found.in_force
-    if not bound or not np.isfinite(bound):
+    force, so that generation waits for the bound, while the trainer works half of the time at most: neither may do
+    more. None in a run without a bound or with the bound 0. A busy trainer loses nothing by the bound."""
+    bound, busy = found.in_force, found.series.get("busy.trainer")
+    if not bound or not np.isfinite(bound) or busy is None or not measured(busy) or newest_mean(busy) > _WAITING:
         return
     ill = apart(found.steps, found.series.get("staleness_mean"), lambda mean, begin: mean >= 0.9 * bound, 1)
     if ill is not None:
-        message = f"tokens are {ill.now:.2f} versions old on average; the bound is {bound:g}"
+        message = (
+            f"tokens are {ill.now:.2f} versions old on average, the bound is {bound:g}, and the trainer works "
+            f"{newest_mean(busy):.0%} of the time: both wait, and a larger bound lets generation go on"
+        )
         yield Alarm("staleness_at_bound", "staleness at its bound", ill.first, message, "recipe:rollout.max_staleness")
 
 
@@ -200,9 +224,10 @@ CHECKS: tuple[Check, ...] = (
     Check("policy far away", policy_apart, ("trainer.kl_behavior", "trainer.kl_reference")),
     Check("entropy collapse", entropy_collapse, ("trainer.entropy",), 2),
     Check("completions cut off or undecided", completions_lost, ("truncated", "undecided", "evaluation")),
+    Check("every group is filtered", all_filtered),
     Check("length explosion", length_explosion, ("length_mean",), 2),
     Check("a role does nothing", idle_role, ("busy.",)),
-    Check("staleness at its bound", staleness_at_bound, ("staleness_mean",)),
+    Check("staleness at its bound", staleness_at_bound, ("busy.trainer",)),
     Check("mismatch of engine and trainer", mismatch, ("trainer.behavior_logprob_error",)),
     Check("an engine drifts from the trainer", canary_drifting, ("canary.",)),
     Check("memory of a role growing", memory_growing, ("memory.",)),
@@ -297,7 +322,8 @@ class AlarmWatch:
     def findings(self) -> AlarmReport:
         """Run all alarms on the measurements so far and the disk as it is now."""
         found = dataclasses.replace(self._evidence(), undecided_reason=self._undecided_reason)
-        return findings_of(dataclasses.replace(found, evaluations=self._evaluations, disk=disk_of(self._folder)))
+        disk, filtered = disk_of(self._folder), filtered_of(self._folder)
+        return findings_of(dataclasses.replace(found, evaluations=self._evaluations, disk=disk, filtered=filtered))
 
     def _evidence(self) -> Evidence:
         steps = np.array(self._steps, np.int64)
@@ -329,14 +355,16 @@ def evidence_of(
     """Return the evidence of a run: the measurements of its `steps`, completed with what its other records say.
 
     Args:
-        steps: evidence with `steps`, `series` and `undecided_reason` (`Evidence.of`).
+        steps: evidence with `steps`, `series`, `undecided_reason` (`Evidence.of`) and `filtered`.
         evaluations: lines of ``metrics.jsonl``; only those that are an `EvaluationLine` (of the held-out questions)
             are used.
         recipe: the tables of its recipe; may be incomplete.
         disk: None for a run that is not running.
     """
+    groups, each = (number_of(recipe, "rollout", key) or math.inf for key in ("batch_size", "group_size"))
     return dataclasses.replace(
         steps,
+        many=max(_SILENT_BATCHES * groups, _SILENT_GROUPS) * each,
         evaluations=[line for line in evaluations if type(line) is EvaluationLine],
         bound=number_of(recipe, "rollout", "max_staleness"),
         disk=disk,
@@ -385,6 +413,19 @@ def number_of(recipe: Mapping[str, Any], section: str, key: str) -> float | None
     found = recipe.get(section)
     value = found.get(key) if isinstance(found, dict) else None
     return value if type(value) is float or (type(value) is int and abs(value) < _LARGEST) else None
+
+
+def filtered_of(folder: Path) -> tuple[int, str]:
+    """Return `Evidence.filtered` of the run in `folder`; (0, "") if its ledger cannot be read."""
+    with suppress(OSError, StoreError), reading(RunFolder(folder).ledger) as connection:
+        return filtered_in(connection)
+    return 0, ""
+
+
+def filtered_in(connection: sqlite3.Connection) -> tuple[int, str]:
+    """Return `Evidence.filtered` from an open ledger."""
+    reasons: dict[str, int] = dict(connection.execute(_FILTERED).fetchall())
+    return sum(reasons.values()), next(iter(reasons), "")
 
 
 def disk_of(folder: Path) -> Disk | None:

@@ -217,7 +217,8 @@ class Evidence:
     held-out questions, in order. `bound`: `rollout.max_staleness`, for steps without the series `max_staleness`; None:
     no bound. `disk`: None: the run is not running. `last_step`: `trainer.steps`; None: not known. `mismatch`: nats a
     token between engine and trainer that rounding explains for their dtypes. `undecided_reason`: most frequent reason
-    of the newest step with undecided verdicts; "": none.
+    of the newest step with undecided verdicts; "": none. `filtered`: number of completions filtered since the newest
+    one that was kept, and their most frequent reason; an alarm from `many` on.
     """
 
     steps: Steps
@@ -228,6 +229,8 @@ class Evidence:
     last_step: int | None = None
     mismatch: float = 0.1
     undecided_reason: str = ""
+    filtered: tuple[int, str] = (0, "")
+    many: float = math.inf
 
     @property
     def in_force(self) -> float | None:

@@ -18,7 +18,7 @@ from stretto.store.ledger.reading import fact
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
-from stretto_report.audit.alarms import AlarmReport, disk_of, evidence_of, findings_of, last_step_of
+from stretto_report.audit.alarms import AlarmReport, disk_of, evidence_of, filtered_in, findings_of, last_step_of
 from stretto_report.audit.evidence import Evidence
 from stretto_report.reading.inspection import inspection_of, of_branch
 from stretto_report.reading.series import flat
@@ -275,6 +275,10 @@ class WatchedRun:
         with read_ledger(self.folder) as connection:
             return of_branch(inspection_of(connection), branch_of(self.folder))
 
+    def _filtered(self) -> tuple[int, str]:
+        with read_ledger(self.folder) as connection:
+            return filtered_in(connection)
+
     def recipe_text(self) -> str:
         """Return the text of the recipe; empty if there is none or it cannot be read."""
         try:
@@ -328,12 +332,16 @@ class WatchedRun:
 
     def findings(self) -> AlarmReport:
         """Run all alarms on the data read so far, which opens the run. A dead run has the alarm ``dead_run`` in front.
-        The report is made again when there are new steps or evaluations, or the condition of the run changes."""
+        The report is made again when there are new steps, evaluations or trajectories, or the condition of the run
+        changes."""
         steps, how = self.tables.steps, self.condition()
         runs = how.state == "running"
-        key = (steps.epoch, steps.table.rows, len(steps.evaluations), how)
+        key = (steps.epoch, steps.table.rows, len(steps.evaluations), self.tables.trajectories.changes, how)
         if key != self._found[0]:
-            read = Evidence(steps.table["step"], steps.series, undecided_reason=steps.undecided_reason)
+            filtered = self._of_ledger(self._filtered) or (0, "")
+            read = Evidence(
+                steps.table["step"], steps.series, undecided_reason=steps.undecided_reason, filtered=filtered
+            )
             disk = disk_of(self.folder) if runs else None
             evidence = evidence_of(read, steps.evaluations, self.recipe(), disk)
             death = how.reason if how.state == "dead" else ""
