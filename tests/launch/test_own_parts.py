@@ -117,6 +117,9 @@ def keeps(group):
 def strangers(group):
     return {"0.1.2/3": "is none of ours"}
 
+def everything(group):
+    return {trajectory.id: "no" for trajectory in group.trajectories}
+
 def silent(group):
     return {trajectory.id: None for trajectory in group.trajectories}
 
@@ -237,6 +240,12 @@ def test_a_broken_part_is_refused_by_its_trial(
     assert [word for word in words if word not in str(refused.value)] == []
     assert f"'broken:{name}'" in str(refused.value)
     assert "for 1 token" not in str(refused.value), "what is wrong of six tokens is not said of one again"
+
+
+def test_a_filter_that_refuses_all_that_it_is_tried_on_is_told(broken: Path) -> None:
+    recipe = load_recipe(TINY, [f"path={broken}", "rollout.filter=broken:everything"])
+    (told,) = try_parts(recipe, outlets=False)
+    assert told.startswith("rollout.filter: 'broken:everything' refuses all trajectories that it was tried on; ")
 
 
 NAMED = [

@@ -61,6 +61,9 @@ def graded(prompt, completion, answer, level, *, hint="none"):
 def all_of_it(prompt, completion, answer, **fields):
     return fields == {"level": 3, "topic": "sums"}
 
+def graded_to_ten(prompt, completion, answer):
+    return 10.0 * (completion == answer)
+
 def short(prompt, completion, answer):
     return len(completion) < 1
 """
@@ -99,6 +102,13 @@ def test_one_that_sometimes_comes_to_none_or_never_to_right_is_told(module: str)
     assert not differing
     [wrong] = try_reward(RewardsConfig(function=f"{module}:short"), QUESTIONS)
     assert "finds 4 of the first 4 gold answers wrong, judged as completions: '1' of rows.jsonl:1" in wrong
+
+
+def test_one_of_another_range_is_told_what_counts_as_right(module: str) -> None:
+    name = f"{module}:graded_to_ten"
+    [told] = try_reward(RewardsConfig(function=name), QUESTIONS)
+    assert f"the reward '{name}' gave 10; for accuracy and filters a completion is right above 0.5" in told
+    assert try_reward(RewardsConfig(function=name, right=10.0), QUESTIONS) == []
 
 
 @pytest.mark.parametrize("name", ["graded", "all_of_it"])

@@ -44,12 +44,13 @@ from stretto.trainer.objective.surrogates import LOSSES, LossSection
 from stretto.trainer.objective.tokens import LossTokens, Sequences
 from stretto_verify.thoughts import closed
 
+_GROUPS = ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0), (1.0,))  # rewards of the made-up groups that a filter gets
+
 
 def filter_faults(refuses: Filter) -> Iterator[str]:
     """Call the filter `refuses` on made-up groups, and yield the faults of its results, none if all are well. Errors
     raised by the filter pass through."""
-    for rewards in ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0), (1.0,)):
-        group = _made_up_group(rewards)
+    for group in map(_made_up_group, _GROUPS):
         ids = {trajectory.id for trajectory in group.trajectories}
         found: object = refuses(group)
         if not isinstance(found, Mapping):
@@ -58,6 +59,11 @@ def filter_faults(refuses: Filter) -> Iterator[str]:
             yield f"refuses {strange[0]!r}, which is no trajectory of the group; ids are such as {min(ids)!r}"
         elif bare := [reason for reason in found.values() if not (isinstance(reason, str) and reason)]:
             yield f"gives {bare[0]!r} as a reason, and not a text"
+
+
+def refuses_all(refuses: Filter) -> bool:
+    """Whether a filter without faults refuses every trajectory of the made-up groups."""
+    return all(len(refuses(group)) == len(group.trajectories) for group in map(_made_up_group, _GROUPS))
 
 
 def _made_up_group(rewards: Sequence[float]) -> Group:
@@ -189,7 +195,8 @@ def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
     `outlets`: also try user-defined outlets, which may publish the values.
 
     Returns:
-        A warning if the pacing starts groups that the staleness bound does not allow; else empty.
+        A warning for each filter that refuses all that it was tried on, and one if the pacing starts groups that the
+        staleness bound does not allow.
 
     Raises:
         RecipeError: a part raises, returns a wrong type, or does not return within 10 seconds; names all of them.
@@ -197,12 +204,19 @@ def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
     trials = [(key, name, trial) for key, part, trial in _trials(recipe, outlets) if is_own(name := _name(part))]
     if problems := [problem for key, name, trial in trials for problem in _faults(key, name, trial)]:
         raise RecipeError(problems)
+    told = [
+        f"{FILTERS.key}: {_name(one)!r} refuses all trajectories that it was tried on; if it refuses all of a run, no "
+        "batch is ever complete"
+        for one in recipe.rollout.filters
+        if is_own(_name(one)) and refuses_all(FILTERS.bound(one))
+    ]
     pacing = recipe.rollout.pacing
     if not is_own(_name(pacing)) or not admits_early(pacing_of(recipe.rollout, in_rounds=False)):
-        return []
+        return told
     return [
+        *told,
         f"{PACINGS.key}: {_name(pacing)!r} starts groups where equation 3 does not allow it: tokens may be older than "
-        "rollout.max_staleness when they are trained, and `stretto check` will say so"
+        "rollout.max_staleness when they are trained, and `stretto check` will say so",
     ]
 
 
@@ -319,7 +333,7 @@ def _tried(config: RewardsConfig, questions: Sequence[Question], patience: float
         warnings.append(_wrong(config, wrong, len(rows)))
         if built_in and len(wrong) == len(rows):
             raise RewardFunctionError(warnings)
-    return [str(problem) for problem in warnings] + _differing(config, first, second)
+    return [*map(str, warnings), *(_beyond(config, calls) if decides else ()), *_differing(config, first, second)]
 
 
 async def _twice(config: RewardsConfig, rows: Sequence[Question], patience: float) -> tuple[list[_Call], list[_Call]]:
@@ -370,6 +384,19 @@ def _wrong(config: RewardsConfig, wrong: Sequence[_Call], count: int) -> Problem
         f"{shown.answer[-60:]!r} of {place_of(shown)}"
     )
     return Problem(PLACE, found, "the gold answers must have the form that the reward reads (docs/how_to/rewards.md)")
+
+
+def _beyond(config: RewardsConfig, calls: Sequence[_Call]) -> Iterator[str]:
+    """Yield a warning if a reward lies outside of `rewards.wrong` to `rewards.right`: accuracy is measured by the
+    middle of these two."""
+    rewards = [call.verdict.reward for call in calls if call.verdict.reward is not None]
+    strange = [one for one in rewards if not config.wrong <= one <= config.right]
+    if strange:
+        middle = (config.wrong + config.right) / 2
+        yield (
+            f"the reward {config.function!r} gave {strange[0]:g}; for accuracy and filters a completion is right above "
+            f"{middle:g}, the middle of rewards.wrong and rewards.right: set these to the ends of its range"
+        )
 
 
 def _differing(config: RewardsConfig, first: Sequence[_Call], second: Sequence[_Call]) -> list[str]:
