@@ -248,7 +248,13 @@ def test_a_filter_that_refuses_all_that_it_is_tried_on_is_told(broken: Path) -> 
     assert told.startswith("rollout.filter: 'broken:everything' refuses all trajectories that it was tried on; ")
 
 
+WRITTEN = "one of your own is written 'package.module:name'"
 NAMED = [
+    ("algorithm.loss", "poo", f"did you mean 'ppo'?; {WRITTEN}"),
+    ("algorithm.advantages", "gae_of_mine", WRITTEN),
+    ("rollout.filter", "zero_varianc", f"did you mean 'zero_variance'?; {WRITTEN}"),
+    ("rollout.pacing", "slow", WRITTEN),
+    ("logging.to", "wandbb", f"did you mean 'wandb'?; {WRITTEN}"),
     ("algorithm.loss", "nowhere:loss", "cannot import 'nowhere': ModuleNotFoundError"),
     ("algorithm.loss", "raising:loss", "cannot import 'raising': JSONDecodeError"),
     ("algorithm.loss", "lacking:loss", "imports 'nosuchpackage', which is not in the environment of stretto"),

@@ -118,6 +118,10 @@ def test_a_reward_gets_the_fields_of_the_row_that_its_signature_takes(module: st
     if name == "graded":
         with pytest.raises(RewardFunctionError, match="the reward takes 'level', and the row has no further fields"):
             try_reward(RewardsConfig(function=f"{module}:{name}"), QUESTIONS)
+        rows = [replace(question, fields='{"levl": 3}') for question in QUESTIONS]
+        lacks = r"the reward takes 'level', and the row has the further fields 'levl'; did you mean 'levl'\?"
+        with pytest.raises(RewardFunctionError, match=lacks):
+            try_reward(RewardsConfig(function=f"{module}:{name}"), rows)
 
 
 def test_a_built_in_that_does_not_fit_the_gold_answers_is_refused() -> None:

@@ -115,15 +115,15 @@ def is_own(name: object) -> bool:
     return isinstance(name, str) and ":" in name
 
 
-def with_colon(name: object) -> str:
-    """Advice for an unknown name that has a dot and no colon: the user may mean a user-defined part. "" for other
-    names.
+def with_colon(name: str) -> str:
+    """Say how a user-defined part is written, where `name` is none: the user may mean one.
 
     >>> with_colon("my_losses.clipped"), with_colon("cispo")
-    ("one of your own is written 'my_losses:clipped'", '')
+    ("one of your own is written 'my_losses:clipped'", "one of your own is written 'package.module:name'")
     """
-    module, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
-    return f"one of your own is written '{module}:{attribute}'" if module and attribute else ""
+    module, _, attribute = name.rpartition(".")
+    written = f"{module}:{attribute}" if module and attribute else "package.module:name"
+    return f"one of your own is written {written!r}"
 
 
 def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> object:
@@ -225,7 +225,7 @@ def _named(name: str, place: str, what: str, built_in: Mapping[str, str]) -> tup
     """Module and attribute of the part called `name`, in the table `built_in` or as "module:name". `place`, `what`:
     recipe key and kind of part, for messages. Raises RecipeError if the name is neither."""
     if not is_own(name) and name not in built_in:
-        remedy = f"{nearest(name, built_in)}; one of your own is written 'package.module:name'"
+        remedy = f"{nearest(name, built_in)}; {with_colon(name)}"
         raise RecipeError([Problem(place, f"no built-in {what} is called {name!r}", remedy)])
     module, _, attribute = built_in.get(name, name).partition(":")
     plain = module.removesuffix(".py").strip("./").replace("/", ".")  # of a file's path

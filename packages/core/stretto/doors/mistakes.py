@@ -90,13 +90,15 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
         case "union_tag_invalid":
             tag, kinds = details["ctx"]["tag"], details["ctx"]["expected_tags"]
             near = nearest(tag, [kind.strip("'") for kind in kinds.split(", ")])
-            remedy = _OTHER_NAMES.get(f"{keys[-1]}={tag}") or (near if near.startswith("did") else with_colon(tag))
-            return Problem(
-                where, f"kind {tag!r:.80} is unknown", f"allowed: {kinds}" + (f"; {remedy}" if remedy else "")
-            )
-    own = with_colon(details["input"]) if door is not None and details["type"] == "literal_error" else ""
-    remedy = details["msg"][0].lower() + details["msg"][1:] + (_near(details) or (f"; {own}" if own else ""))
-    return Problem(where, f"{details['input']!r}"[:80], remedy)
+            own = [near] if near.startswith("did") else []
+            own += [with_colon(tag)] if door is not None else []
+            known = _OTHER_NAMES.get(f"{keys[-1]}={tag}")
+            remedy = "; ".join([f"allowed: {kinds}", *([known] if known else own)])
+            return Problem(where, f"kind {tag!r:.80} is unknown", remedy)
+    given = details["input"]
+    is_name = door is not None and details["type"] == "literal_error" and isinstance(given, str)
+    remedy = details["msg"][0].lower() + details["msg"][1:] + _near(details)
+    return Problem(where, f"{given!r}"[:80], remedy + (f"; {with_colon(given)}" if is_name else ""))
 
 
 def _near(details: ErrorDetails) -> str:

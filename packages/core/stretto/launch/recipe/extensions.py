@@ -141,7 +141,9 @@ def _known(name: object) -> object:
     one."""
     tools = OUTLETS.built_in
     if isinstance(name, str) and name not in tools and not is_own(name):
-        raise ValueError(f"{name!r} is none of {', '.join(tools)}; {with_colon(name) or nearest(name, tools)}")
+        near = nearest(name, tools)
+        near = f"; {near}" if near.startswith("did") else ""
+        raise ValueError(f"{name!r} is none of {', '.join(tools)}{near}; {with_colon(name)}")
     return name
 
 

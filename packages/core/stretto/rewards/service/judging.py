@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from stretto.core.errors import Problem, RecipeError, RewardFunctionError
+from stretto.core.errors import Problem, RecipeError, RewardFunctionError, nearest
 from stretto.core.records import Outcome, Verdict
 from stretto.core.states import why_no_reward
 from stretto.doors.loading import is_generator, load, why_not_called
@@ -115,16 +115,19 @@ def fields_taken(function: Callable[..., object], row: str) -> dict[str, Any]:
 
 def why_lacking(function: Callable[..., object], row: str) -> str:
     """Return a sentence that names the required parameters of a reward function for which the row has no field, and the
-    row's fields; "" if none is missing or the function has no signature. `row`: its fields as a JSON object."""
+    row's fields, or the one with the most similar name; "" if none is missing or the function has no signature. `row`:
+    its fields as a JSON object."""
     fields: dict[str, Any] = json.loads(row) if row else {}
     try:
         parameters = inspect.signature(function).parameters
         named = [name for name in _further(function) if parameters[name].default is inspect.Parameter.empty]
     except ValueError:  # written in C, without a signature
         return ""
-    lacking = ", ".join(repr(name) for name in named if name not in fields)
+    lacking = [name for name in named if name not in fields]
     has = "the further fields " + ", ".join(map(repr, fields)) if fields else "no further fields"
-    return f"the reward takes {lacking}, and the row has {has}" if lacking else ""
+    near = [one for one in (nearest(name, fields) for name in lacking) if one.startswith("did")]
+    told = "; ".join([f"the reward takes {', '.join(map(repr, lacking))}, and the row has {has}", *near])
+    return told if lacking else ""
 
 
 def _further(found: Callable[..., object]) -> list[str]:
