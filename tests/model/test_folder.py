@@ -149,8 +149,8 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: edit(folder / "config.json", num_attention_heads=0), "num_attention_heads: 0; a positive"),
     (
         lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "n_head": 2, "vocab_size": 9}'),
-        "config.json: 'gpt2' has no num_attention_heads, max_position_embeddings, num_hidden_layers, "
-        "hidden_size; models of Llama's form have them",
+        "config.json: 'gpt2' has no max_position_embeddings, num_hidden_layers, hidden_size; only models of Llama's or "
+        "GPT-2's form, which have them, are supported",
     ),
     (lambda folder: edit(folder / "config.json", hidden_size=16.5), "hidden_size: 16.5; a positive whole number"),
     (lambda folder: edit(folder / "config.json", num_hidden_layers=True), "num_hidden_layers: True; a positive"),

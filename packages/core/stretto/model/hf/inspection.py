@@ -101,6 +101,13 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.pt")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 #: Names of folders of models: ~/models/policy is no name of the hub.
 _NO_OWNERS = ("checkpoints", "model", "models", "policy", "weights")
+#: Names that GPT-2's config has for those of Llama's.
+_GPT2 = {
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+}
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -234,13 +241,15 @@ def shape_of(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
     unnamed: list[str] = []
 
     def number(*keys: str) -> int:
-        value = next((config[key] for key in keys if config.get(key) is not None), None)
-        if value is None:
+        names = (*keys, *(_GPT2[key] for key in keys if key in _GPT2))
+        name = next((name for name in names if config.get(name) is not None), None)
+        if name is None:
             unnamed.append(keys[-1])
             return 1
+        value = config[name]
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
             return value
-        problems.append(Problem(f"{file}: {keys[-1]}", f"{value!r}", "a positive whole number is needed"))
+        problems.append(Problem(f"{file}: {name}", f"{value!r}", "a positive whole number is needed"))
         return 1
 
     if len(problems) > before:
@@ -262,7 +271,8 @@ def shape_of(folder: Path, problems: list[Problem]) -> dict[str, Any] | None:
         problems.append(Problem(f"{file}: num_attention_heads", f"{heads}", "hidden_size at most"))
     if len(names := list(dict.fromkeys(unnamed))) > 1:
         found = f"{whole.get('model_type')!r} has no {', '.join(names)}"
-        problems.append(Problem(str(file), found, "models of Llama's form have them"))
+        remedy = "only models of Llama's or GPT-2's form, which have them, are supported"
+        problems.append(Problem(str(file), found, remedy))
     elif names:
         problems.append(Problem(f"{file}: {names[0]}", "None", "a positive whole number is needed"))
     return shape if len(problems) == before else None
