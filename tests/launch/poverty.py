@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import resource
+import signal
 import time
 from pathlib import Path
 
@@ -45,6 +46,11 @@ def slow_disk(calls: str) -> None:
     while "TracerPid:\t0\n" in Path("/proc/self/status").read_text():
         assert time.monotonic() < until, "strace does not attach"
         time.sleep(0.01)
+
+
+def asleep(seconds: str) -> None:
+    """At SIGUSR1 the event loop of this process hangs, or of one that it forks; its heartbeats, of a thread, go on."""
+    signal.signal(signal.SIGUSR1, lambda *_: time.sleep(float(seconds)))
 
 
 def _done(code: int) -> None:

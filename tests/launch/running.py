@@ -345,9 +345,9 @@ def door(laboratory: Laboratory) -> Callable[..., Ended]:
 
 
 @contextmanager
-def service(*arguments: str | Path, serving: str) -> Iterator[tuple[WarmCommand, list[str]]]:
+def service(*arguments: str | Path, serving: str, poor: Sequence[str] = ()) -> Iterator[tuple[WarmCommand, list[str]]]:
     """A command that serves, forked as those of a warm laboratory, once a line of its output begins with `serving`; and
-    its lines until then.
+    its lines until then. `poor`: see `WarmCommand`.
 
     Raises:
         AssertionError: it has ended before, with what it said.
@@ -355,7 +355,7 @@ def service(*arguments: str | Path, serving: str) -> Iterator[tuple[WarmCommand,
     with tempfile.TemporaryDirectory(prefix="st-", dir="/tmp") as folder:
         marked = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": folder, MARK: uuid.uuid4().hex}
         with default_dispositions():
-            process = WarmCommand([str(word) for word in arguments], Path(folder), marked)
+            process = WarmCommand([str(word) for word in arguments], Path(folder), marked, poor=poor)
         try:
             wait_until(lambda: f"\n{serving}" in f"\n{process.said()[0]}" or process.poll() is not None, serving)
             lines = process.said()[0].splitlines(keepends=True)

@@ -1,14 +1,23 @@
 """What an engine says of its health may be nonsense: text, wrong types, a body without an end. That is told once, and
-the engine is replaced, since nothing else that it says is to be trusted. The run goes on."""
+the engine is replaced, since nothing else that it says is to be trusted. The run goes on.
+
+An engine that says nothing is suspected where another one has replied, or for the whole deadline."""
 
 import asyncio
+import random
 import re
+import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from stretto.core.engine import EngineHealth
+from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool
+from stretto.loop.engines.state import silent
 from stretto.processes.tree import own_resident_bytes
+from tests.loop.simulated_guests import Machine, SimulatedClient
 from tests.loop.test_pool import answers, folder, played, request
 from tests.loop.toy_engine import NONSENSE
 
@@ -31,3 +40,39 @@ def test_nonsense_of_an_engines_health_is_told_once_and_the_engine_is_replaced(f
     played(folder, work, 1, said.append)
     assert re.fullmatch(r"engine-0 told nonsense about itself: .*: it is replaced", said[0])
     assert said[1:] == ["engine-0 was killed by SIGKILL: a new one is started"]
+
+
+@dataclass
+class Slow(SimulatedClient):
+    """Replies after a while; of version -1, it does not listen."""
+
+    seconds: float = 0.0
+
+    async def health(self) -> EngineHealth:
+        health = await super().health()
+        await asyncio.sleep(self.seconds)
+        return health
+
+
+LOST, NEVER = -1.0, 60.0
+
+
+@pytest.mark.parametrize(
+    ("replies", "suspected"),
+    [
+        ((NEVER,), {"0"}),  # for the whole deadline
+        ((0.0, NEVER), {"1"}),
+        ((0.3, 0.4), set()),  # the machine is busy as a whole
+        ((LOST, 0.3), set()),  # no reply, of which the other's time would be judged
+    ],
+)
+async def test_engines_are_suspected_that_are_slower_than_others_or_silent_for_the_whole_deadline(
+    replies: tuple[float, ...], suspected: set[str]
+) -> None:
+    machine, began = Machine(random.Random(1)), time.monotonic()
+    engines = {
+        str(at): Slow(str(at), machine, lambda *_: None, version=-1 if seconds == LOST else 0, seconds=seconds)
+        for at, seconds in enumerate(replies)
+    }
+    assert await silent(engines, DeadlinesConfig(answer=1.0, hung=0.1)) == suspected
+    assert (time.monotonic() - began > 0.9) == (replies == (NEVER,))

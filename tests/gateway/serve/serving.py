@@ -112,9 +112,9 @@ class Serving:
 
 
 @contextmanager
-def serve_process(folder: Path, *arguments: str) -> Iterator[Serving]:
+def serve_process(folder: Path, *arguments: str, poor: Sequence[str] = ()) -> Iterator[Serving]:
     """``stretto serve FOLDER --port 0 ARGUMENTS``, once it listens."""
-    with service("serve", folder, "--port", "0", *arguments, serving="serving at ") as (process, said):
+    with service("serve", folder, "--port", "0", *arguments, serving="serving at ", poor=poor) as (process, said):
         yield Serving(process, said[-1].split()[-1].removesuffix("/v1"), said)
 
 

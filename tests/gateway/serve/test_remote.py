@@ -37,7 +37,6 @@ from tests.engine.byte_policy import NAME
 from tests.engine.serving import until_up
 from tests.gateway.serve.serving import (
     COMPLETIONS,
-    ROOT,
     Serving,
     asked,
     engine_of,
@@ -77,12 +76,10 @@ def test_an_engine_that_is_killed_is_replaced_and_open_streams_end_with_an_error
     ("how", "said"), [(signal.SIGSTOP, "sent no heartbeat for"), (signal.SIGUSR1, "engine-0 was killed by SIGKILL")]
 )
 def test_an_engine_that_hangs_is_killed_and_replaced_while_its_server_answers(
-    byte_folder: Path, tmp_path: Path, how: signal.Signals, said: str
+    byte_folder: Path, how: signal.Signals, said: str
 ) -> None:
-    asleep = "signal.signal(signal.SIGUSR1, lambda *_: time.sleep(3600))"  # its event loop, and not its heartbeat
-    (tmp_path / "sitecustomize.py").write_text(f"import signal, time\n{asleep}\n")
-    limits, path = ("deadlines.hung=1", "deadlines.load=2"), ("env", f"PYTHONPATH={tmp_path}:{ROOT}")
-    with serve_cold(byte_folder, "--name", NAME, "engine.slots=1", *limits, before=path) as running:
+    words = ("--name", NAME, "engine.slots=1", "deadlines.hung=1", "deadlines.load=2")
+    with serve_process(byte_folder, *words, poor=("asleep", "3600")) as running:
         whole, url = running.post(COMPLETIONS, asked()).json()["choices"], running.url + COMPLETIONS
         with httpx.stream("POST", url, json=asked(n=128, stream=True), timeout=30, trust_env=False) as response:
             lines = response.iter_lines()
@@ -270,7 +267,10 @@ async def test_without_a_free_descriptor_a_client_of_the_engines_interface_is_to
 
 
 def test_neither_a_reader_that_ends_nor_idle_clients_keep_a_server_from_replacing_its_engine(byte_folder: Path) -> None:
-    with serve_cold(byte_folder, before=("sh", "-c", 'ulimit -n 128; exec "$@"', "sh")) as running, ExitStack() as idle:
+    """Its name, which the terminal cannot show, is shown with escapes."""
+    poor = ("sh", "-c", 'ulimit -n 128; PYTHONIOENCODING=ascii exec "$@"', "sh")
+    with serve_cold(byte_folder, "--name", "bär", before=poor) as running, ExitStack() as idle:
+        assert running.said[0].startswith("b\\u00e4r: ")
         assert isinstance(running.process, subprocess.Popen)
         assert running.process.stdout is not None
         running.process.stdout.close()  # as in `stretto serve ... | head -2`
@@ -280,14 +280,9 @@ def test_neither_a_reader_that_ends_nor_idle_clients_keep_a_server_from_replacin
         time.sleep(1)  # accepted as far as there is room
         os.kill(engine_process(running), signal.SIGKILL)
         wait_until(lambda: httpx.get(running.url + "/health", trust_env=False).status_code == 200, "the next engine")
-        assert running.post(COMPLETIONS, asked(model=byte_folder.name)).status_code == 200
+        assert running.post(COMPLETIONS, asked(model="bär")).status_code == 200
         running.process.terminate()
         assert running.process.wait(30) == 0
-
-
-def test_a_name_that_the_terminal_cannot_show_is_shown_with_escapes(byte_folder: Path) -> None:
-    with serve_cold(byte_folder, "--name", "bär", before=("env", "PYTHONIOENCODING=ascii")) as running:
-        assert running.said[0].startswith("b\\u00e4r: ")
 
 
 async def test_an_engine_that_does_not_reply_in_time_is_suspected(tmp_path: Path) -> None:
@@ -316,7 +311,7 @@ async def test_an_engine_that_does_not_reply_in_time_is_suspected(tmp_path: Path
 
 def test_a_second_signal_ends_a_server_at_once_whatever_is_open(byte_folder: Path) -> None:
     many = GenerateRequest("a", (97, 98), tuple(range(4_000)), Sampling(max_tokens=200))
-    with serve_cold(byte_folder, "engine.slots=1") as running, ThreadPoolExecutor(1) as beside:
+    with serve_process(byte_folder, "engine.slots=1") as running, ThreadPoolExecutor(1) as beside:
         asking = beside.submit(running.post, "/generate", msgspec.msgpack.encode([many]))
         health = f"{running.url}/health"
         wait_until(lambda: httpx.get(health, trust_env=False).json()["engine"]["running"] > 0, "the request is open")
