@@ -96,7 +96,7 @@ def test_an_engine_whose_event_loop_hangs_is_replaced_once_a_client_has_waited_f
     model: Path, tmp_path: Path
 ) -> None:
     """And not the one beside it; see `tests/loop/test_nonsense.py` for the others' rule."""
-    words = ("engine.count=2", "deadlines.answer=18", "deadlines.hung=1")
+    words = ("engine.count=2", "deadlines.answer=18", "deadlines.hung=2")
     with gateway(model, tmp_path / "sessions", *words, poor=("asleep", "3600")) as (process, address):
         sessions = [httpx.post(f"{address}/sessions", json={}).json() for _ in range(2)]
         engines = [pid for pid in descendants(process.pid) if b"engine.role" in words_of(pid)]

@@ -78,7 +78,7 @@ def test_an_engine_that_is_killed_is_replaced_and_open_streams_end_with_an_error
 def test_an_engine_that_hangs_is_killed_and_replaced_while_its_server_answers(
     byte_folder: Path, how: signal.Signals, said: str
 ) -> None:
-    words = ("--name", NAME, "engine.slots=1", "deadlines.hung=1", "deadlines.load=2")
+    words = ("--name", NAME, "engine.slots=1", "deadlines.hung=2", "deadlines.load=2")
     with serve_process(byte_folder, *words, poor=("asleep", "3600")) as running:
         whole, url = running.post(COMPLETIONS, asked()).json()["choices"], running.url + COMPLETIONS
         with httpx.stream("POST", url, json=asked(n=128, stream=True), timeout=30, trust_env=False) as response:
