@@ -3,7 +3,7 @@
     make test-lowest          gigabytes and minutes: no part of the other checks
 
 uv resolves the dependencies and the extras below to their lowest versions (what they need themselves is the newest that
-fits), in an environment of its own in the user's cache. There every module of the package is imported, and a small run
+fits), in an environment of its own in the user's cache. There every module of all packages is imported, and a small run
 trains three steps. A bound that is too low ends here with the name that an old version lacks."""
 
 import hashlib
@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parent.parent
 EXTRAS = ("data", "grammars", "reasoning")
 SECONDS = 3600
 
+PACKAGES = [init.parent.name for where in ("application", "packages/*") for init in ROOT.glob(f"{where}/*/__init__.py")]
 IMPORTS = """
 import importlib, pkgutil, sys
-import stretto, stretto_kernels, stretto_verbs, stretto_workflows
 broken = []
-packages = [(one.__path__, f"{one.__name__}.") for one in (stretto, stretto_kernels, stretto_verbs, stretto_workflows)]
+packages = [(one.__path__, f"{one.__name__}.") for one in map(importlib.import_module, sys.argv[1:])]
 for module in (module for package in packages for module in pkgutil.walk_packages(*package)):
     if module.name.endswith("__main__"):
         continue
@@ -87,7 +87,7 @@ def run(*command: str | Path) -> None:
 
 def main() -> None:
     python = environment()
-    run(python, "-c", IMPORTS)
+    run(python, "-c", IMPORTS, *PACKAGES)
     with tempfile.TemporaryDirectory(prefix="stretto-lowest-") as folder:
         recipe = Path(folder) / "recipe.toml"
         recipe.write_text(RECIPE, encoding="utf-8")
