@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -384,16 +384,18 @@ def _resumes(results: dict[str, Any]) -> list[Row]:
     ]
 
 
-def _conductor(results: dict[str, Any]) -> Iterator[Row]:
+def _conductor(results: dict[str, Any]) -> list[Row]:
     """At once, with the most engines, for each length."""
     at_once = [row for row in results["rows"] if not row["setting"]["seconds"]]
     most = max(row["setting"]["engines"] for row in at_once)
-    for row in at_once:
-        if row["setting"]["engines"] == most:
-            rates, tokens = row["training"], row["setting"]["tokens"]
-            what = f"one conductor, {most} engines, {tokens:,} tokens: trajectories/s, and tokens per CPU second"
-            told = f"{rates['trajectories_per_second']:,.0f}; {rates['tokens_per_cpu_second'] / 1e6:.1f}M"
-            yield Row(what, told, f"goal: {results['goal']:,}; 15M for 1,024 tokens")
+
+    def made(row: dict[str, Any]) -> Row:
+        rates, tokens = row["training"], row["setting"]["tokens"]
+        what = f"one conductor, {most} engines, {tokens:,} tokens: trajectories/s, and tokens per CPU second"
+        told = f"{rates['trajectories_per_second']:,.0f}; {rates['tokens_per_cpu_second'] / 1e6:.1f}M"
+        return Row(what, told, f"goal: {results['goal']:,}; 15M for 1,024 tokens")
+
+    return [made(row) for row in at_once if row["setting"]["engines"] == most]
 
 
 def _restarts(results: dict[str, Any]) -> list[Row]:
@@ -425,7 +427,7 @@ def _ledger(results: dict[str, Any]) -> list[Row]:
     ]
 
 
-Make = Callable[[Any], Iterable[Row]]
+Make = Callable[[Any], list[Row]]
 SECTIONS: dict[str, dict[str, Make]] = {
     "The loop": {
         "loop-learns": _learns,

@@ -259,7 +259,12 @@ def _long(series: str, values: npt.ArrayLike) -> Evidence:
     """A run of 20,000 steps that swings."""
     swing = np.random.default_rng(7).normal(1, 0.1, LONG)
     clock = {"rl_seconds": 2.0 * np.arange(1, LONG + 1), "reward": np.linspace(0.2, 0.8, LONG) * swing}
-    return Evidence(np.arange(1, LONG + 1), clock | {series: np.asarray(values, np.float64) * swing}, bound=4.0)
+    found = {name: _numbers(one) for name, one in (clock | {series: np.asarray(values) * swing}).items()}
+    return Evidence(np.arange(1, LONG + 1), found, bound=4.0)
+
+
+def _numbers(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    return np.asarray(values, np.float64)
 
 
 BEHIND = np.arange(LONG) >= LONG - 900
@@ -288,7 +293,7 @@ def test_a_long_run_has_the_alarms_of_all_its_steps(series: str, values: npt.Arr
 
 
 def test_a_leak_that_only_a_long_run_shows_is_an_alarm() -> None:
-    leaks = Evidence(np.arange(1, LONG + 1), {"memory.trainer": 500.0 + 0.01 * np.arange(LONG)})
+    leaks = Evidence(np.arange(1, LONG + 1), {"memory.trainer": _numbers(500.0 + 0.01 * np.arange(LONG))})
     assert _named(leaks)[0][0] == "memory_growing"
 
 

@@ -345,7 +345,7 @@ def door(laboratory: Laboratory) -> Callable[..., Ended]:
 
 
 @contextmanager
-def service(*arguments: str | Path, serving: str, poor: Sequence[str] = ()) -> Iterator[tuple[WarmCommand, list[str]]]:
+def service(*arguments: object, serving: str, poor: Sequence[str] = ()) -> Iterator[tuple[WarmCommand, list[str]]]:
     """A command that serves, forked as those of a warm laboratory, once a line of its output begins with `serving`; and
     its lines until then. `poor`: see `WarmCommand`.
 

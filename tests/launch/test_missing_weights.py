@@ -39,9 +39,9 @@ def test_a_model_with_the_names_of_gpt2_is_trained(laboratory: Laboratory, tmp_p
     assert built is not None
     build_policy(built, folder, seed=1)
     torch.manual_seed(1)
-    shape = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": built.context_length}
-    ends = {"bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
-    GPT2LMHeadModel(GPT2Config(vocab_size=len(built.vocabulary), **shape, **ends)).save_pretrained(folder)
+    shape = GPT2Config(vocab_size=len(built.vocabulary), n_embd=32, n_layer=2, n_head=2, bos_token_id=None)
+    shape.n_positions, shape.eos_token_id, shape.pad_token_id = built.context_length, 1, 0
+    GPT2LMHeadModel(shape).save_pretrained(folder)
     laboratory.trained(run_dir, "trainer.steps=4", recipe=with_a_folder(tmp_path / "recipe.toml"))
     assert all(proof.proven for proof in assert_the_law(run_dir).canary_proofs)
     steps, _ = read_metrics(run_dir / "metrics.jsonl")

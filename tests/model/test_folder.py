@@ -58,6 +58,11 @@ def no_end(folder: Path) -> None:
     edit(folder / "tokenizer_config.json", eos_token=None)
 
 
+def without_ends(folder: Path) -> None:
+    no_end(folder)
+    edit(folder / "generation_config.json", eos_token_id=[])
+
+
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
@@ -141,7 +146,7 @@ BROKEN: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: edit(folder / "generation_config.json", eos_token_id=-1), "eos_token_id: -1; allowed: 0 to 5"),
     (lambda folder: edit(folder / "generation_config.json", eos_token_id="end"), "eos_token_id: 'end'; allowed"),
     (lambda folder: edit(folder / "generation_config.json", eos_token_id=True), "eos_token_id: True; allowed"),
-    (lambda folder: (no_end(folder), edit(folder / "generation_config.json", eos_token_id=[])), "no end-of-sequence"),
+    (without_ends, "no end-of-sequence"),
     (lambda folder: (folder / "generation_config.json").write_text("{"), "generation_config.json: cannot be read"),
     (lambda folder: (folder / "config.json").write_text(""), "config.json: cannot be read as JSON"),
     (lambda folder: (folder / "config.json").write_text("[" * 100_000), "config.json: cannot be read as JSON"),

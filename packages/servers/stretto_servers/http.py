@@ -98,7 +98,7 @@ class JsonServer:
         Raises:
             RefusedRequest: the server replies that the request is wrong (status 400, 413 or 422), with its message.
             WireError: it replies with another status than 200, or an event has more than 64 MiB.
-            EngineLost: it cannot be reached, the connection broke, or it, or a proxy before it, has no room.
+            EngineLost: it cannot be reached, by us or by a proxy (502, 504), the connection broke, or it has no room.
             DeadlineExceeded: no event came for `token_seconds`; comments are none.
         """
         clock, pause = asyncio.get_running_loop().time, _PAUSE_SECONDS

@@ -288,7 +288,8 @@ class SourceApart:
         return background().start(self._stop())
 
     async def _stop(self, *, keep_logs: bool = False) -> None:
-        """End the processes, and remove published weights, sockets and (unless `keep_logs`) the logs beside them."""
+        """End the processes, and remove published weights and the folder of sockets and logs; with `keep_logs` the
+        folder stays, without its lock."""
         await cancel_and_wait(self._tasks)
         try:
             await self._pool.stop(_GRACE_SECONDS)

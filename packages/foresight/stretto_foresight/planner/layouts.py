@@ -38,9 +38,10 @@ def fitting_own_layout(job: Job, machine: MachineProfile) -> Layout:
 
 
 def candidates(job: Job, machine: MachineProfile, devices: int) -> list[Costs]:
-    """Return the costs of each layout of `devices` devices that fits the memory, lowest estimate first. Raises
-    RecipeError if none fits (the message says by how much, and what would fit), a batch is too small for any rank, or
-    there are too few devices to generate and to train."""
+    """Return the costs of the tried layouts of `devices` devices that fit the memory, lowest estimate first; a layout
+    may occur several times, with other micro-batch sizes. Raises RecipeError if none fits (the message says by how
+    much, and what would fit), a batch is too small for any rank, or there are too few devices to generate and to
+    train."""
     found = list(_all(job, machine, devices))
     fitting = [one for one in found if one.fits]
     if not fitting:

@@ -278,8 +278,9 @@ def predict(
 
 
 def newest_steps(spans: Sequence[Span]) -> tuple[Span, ...]:
-    """Return the spans of the last four training steps (of all, if fewer), ordered by start, with times relative to the
-    end of the update before them."""
+    """Return the spans of the time of the last four training steps (of all, if fewer), ordered by start. That time goes
+    from the end of the update before them, which is 0 in the result, to the end of the last update. A span that reaches
+    beyond is cut off there."""
     ends = [0.0, *(span.end for span in spans if span.name == "update")]
     start = ends[max(0, len(ends) - 1 - _DRAWN)]
     return tuple(

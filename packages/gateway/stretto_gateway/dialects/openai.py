@@ -148,7 +148,7 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with the token counts."""
+        """Whether the reply is a stream, and ends with the token counts."""
         return bool(self.stream and self.stream_options and self.stream_options.include_usage)
 
     def options(self, max_tokens: int | None, logprobs: int | None, **further: Any) -> SamplingOptions:

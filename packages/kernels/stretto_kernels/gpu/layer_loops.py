@@ -276,7 +276,8 @@ def norm(x_TN: Tensor, weight_N: Tensor, eps: float, dtype: torch.dtype) -> Tens
 
 
 def norm_of_sum(x_TN: Tensor, added_TN: Tensor, weight_N: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of the residual stream and a layer's output, in float32, and its RMS norm, in the dtype of the output."""
+    """The sum of the residual stream and a layer's output, in float32, and its RMS norm times the weight, in the dtype
+    of `added_TN`."""
     (rows, width), total, out = x_TN.shape, torch.empty_like(x_TN), torch.empty_like(added_TN)
     _norm[(rows,)](x_TN, added_TN, total, weight_N, out, eps, WIDTH=width, ADDS=True, NORMS=True, **_row(width))
     return total, out

@@ -168,8 +168,8 @@ class Bridge:
         return NextPrompt(tokens, cause, history, tools, longest, how)
 
     def begin(self, history: History, prompt: NextPrompt) -> None:
-        """Keep `prompt`, made from `history`, as that of a turn that begins. A later request with the same messages
-        gets the same prompt, with the cause ``again``."""
+        """Keep `prompt`, made from `history`, as that of a turn that begins, unless one is kept for these messages and
+        tools. A later request with the same messages and tools gets the kept prompt, with the cause ``again``."""
         self._started.setdefault((history, msgspec.json.encode(prompt.tools)), prompt)
 
     def add(self, turn: CompletedTurn) -> None:

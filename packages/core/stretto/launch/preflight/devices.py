@@ -183,8 +183,8 @@ def alone(need: Need, there: Sequence[Gpu]) -> Seat:
 
 
 def _too_many(recipe: Recipe, there: Sequence[Gpu], ranks: bool) -> Iterator[Problem]:
-    """Yield a problem if there are more ranks than GPUs (only if `ranks`), or an engine spans more GPUs than there
-    are."""
+    """Yield a problem if more ranks are to run on this machine than it has GPUs (only if `ranks`, and not on the CPU),
+    or if an engine that starts here spans more GPUs than it has. `there`: the GPUs of this machine."""
     if ranks:
         yield from too_many_ranks(recipe.trainer, len(there))
     if recipe.local_engines and not recipe.engine.addresses and recipe.engine.gpus > len(there):

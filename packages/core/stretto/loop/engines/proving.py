@@ -108,7 +108,8 @@ class Proving:
         self.distrust: Distrust = lambda doubt, final: None
 
     def expect(self, say: Callable[[str], None]) -> None:
-        """Require a proof of every version from now on; `say` gets a log line for each failure."""
+        """Require from now on that engines prove each version that they load. `say` gets a log line if the first of the
+        two tries fails, or if an engine's sampled tokens disagree for the first time."""
         self._expected, self._say = True, say
 
     def published(self, canary: Canary | None) -> None:

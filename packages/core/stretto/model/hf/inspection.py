@@ -204,7 +204,7 @@ def eos_token_ids(folder: Path) -> tuple[int, ...]:
     tokenizer's, at which vLLM stops too: some fine-tunes name the end of a turn there alone. Empty if none names one.
     They are not checked against the vocabulary."""
     given = (_read_json(folder / name, []).get("eos_token_id") for name in ("generation_config.json", "config.json"))
-    found = next((one for one in given if one is not None), [])
+    found: Any = next((one for one in given if one is not None), [])
     named = tuple(found) if isinstance(found, list) else (found,)
     token = _read_json(folder / "tokenizer_config.json", []).get("eos_token")
     text = token.get("content") if isinstance(token, Mapping) else token
