@@ -62,8 +62,12 @@ def log_ratio(folder: Path) -> float:
 
 
 def test_it_learns_to_prefer_and_leaves_the_base_alone(write: Write, tmp_path: Path) -> None:
+    """And the generation settings, also those that transformers would not write."""
     seen: list[SupervisedProgress] = []
+    settings = '{"eos_token_id": 1, "temperature": 0.6, "top_k": 20}'
+    (tmp_path / "policy" / "generation_config.json").write_text(settings)
     dpo(write(), [], tmp_path / "out", seen.append, spawner=session_server())
+    assert (tmp_path / "out" / "generation_config.json").read_text() == settings
     assert log_ratio(tmp_path / "out") > log_ratio(tmp_path / "policy") + 1
     assert (seen[-1].step, seen[-1].steps, seen[-1].phase, seen[-1].accuracy) == (30, 30, "preferences", 1.0)
     assert seen[-1].loss < 0.3
