@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -54,8 +53,8 @@ class Turns:
     `GracefulServer`: what it runs, counts and breaks off when it stops."""
 
     def __init__(self, engines: EnginePool, patience: float) -> None:
-        """Generate by `engines`. `patience`: seconds of a turn; if one that has taken longer is given up, by its client
-        or for its time, silent engines are replaced (`EnginePool.suspect_silent`)."""
+        """Generate by `engines`. `patience`: seconds of a turn; once one has taken longer, silent engines are replaced
+        (`EnginePool.suspect_silent`)."""
         self.stopping, self.open_requests = False, 0  # a turn that waits for an engine counts as open
         self._engines, self._patience, self._over = engines, patience, False
         self._late = asyncio.Event()
@@ -105,14 +104,12 @@ class Turns:
             if self.stopping:
                 raise EngineLost("the gateway", "is stopping")
             self.open_requests += 1
-            began = time.monotonic()
+            # Then an event loop may hang whose heartbeats go on.
+            late = asyncio.get_running_loop().call_later(self._patience, self._late.set)
             try:
                 return await turns(request)
-            except asyncio.CancelledError:
-                if time.monotonic() - began > self._patience:  # an event loop may hang, whose heartbeats go on
-                    self._late.set()
-                raise
             finally:
+                late.cancel()
                 self.open_requests -= 1
 
         return sample
