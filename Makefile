@@ -45,8 +45,8 @@ types-darwin: .venv/ready-test  ## the types of core, verify and report, as they
 
 # Three processes: two cores are what has to be there, a run of its own has several processes already, and tests wait now
 # and then. Each has rooms of its own, about as long as those of the others: workers of xdist would each collect all.
-RUNS := launch faults complaints cli canary outlets study watch workflows cluster
-MODELS := trainer engine model verbs tinker planner servers api
+RUNS := launch faults complaints cli canary study watch workflows cluster
+MODELS := trainer engine model verbs tinker planner servers api rewards outlets
 PARTS := tests-runs tests-models tests-others
 ifneq ($(wildcard /dev/nvidiactl),)
 PARTS += test-gpu
