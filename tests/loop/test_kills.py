@@ -11,8 +11,9 @@ can be.
 import asyncio
 import json
 import os
+import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,6 +199,13 @@ def outcome(path: Path) -> dict[str, Any]:
     }
 
 
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A folder in memory, since a disk takes milliseconds for each commit of some thousands."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        yield Path(folder)
+
+
 @pytest.mark.parametrize(
     ("accuracy", "settings", "decided"),
     [
@@ -207,13 +215,13 @@ def outcome(path: Path) -> dict[str, Any]:
     ],
 )
 def test_a_run_killed_at_any_record_comes_to_what_it_would_have_come_to(
-    tmp_path: Path, accuracy: dict[int, float], settings: dict[str, Any], decided: int
+    memory: Path, accuracy: dict[int, float], settings: dict[str, Any], decided: int
 ) -> None:
     """Training ends a step or more after the evaluation that decides, and the reason counts what came until then:
     `decided` evaluations come in any case."""
 
     def begun(name: str) -> Path:
-        with RunFolder.create(tmp_path / name) as folder:
+        with RunFolder.create(memory / name) as folder:
             with ledger_at(folder.ledger) as ledger:
                 ledger.put("seed", 1)
             return folder.path

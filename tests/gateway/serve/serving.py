@@ -24,6 +24,7 @@ from stretto_app.extensions.commands.serve import rule_of
 from stretto_gateway.model import ServedModel
 from stretto_gateway.serve.app import ServeApp
 from stretto_gateway.serve.remote import RemoteEngine
+from tests.asynchronous import until
 from tests.engine.byte_policy import CONTEXT, NAME, VOCABULARY
 from tests.engine.serving import Mailbox
 from tests.launch.running import service
@@ -56,6 +57,7 @@ async def remote_engine(
     folder, held = temporary_folder()
     address = f"unix:{folder}/e.sock"
     listening = asyncio.create_task(run_server(engine, mailbox or Mailbox(), address))
+    await until(lambda: os.path.exists(f"{folder}/e.sock"), 0)  # else the client would come a tenth of a second later
     try:
         yield RemoteEngine("engine-0", address), address
     finally:

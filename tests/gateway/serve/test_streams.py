@@ -14,16 +14,15 @@ from hypothesis import strategies as st
 
 from stretto.core.engine import NewToken
 from stretto.core.records import GenerateRequest, Sampling
-from stretto.engine.config import EngineConfig
-from stretto.engine.native.engine import NativeEngine
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto_gateway.dialects.chat import ChatDialect
 from stretto_gateway.dialects.completions import CompletionsDialect
 from stretto_gateway.dialects.openai import ChoiceDialect
 from stretto_gateway.dialects.token_ids import TokenIdsDialect
 from stretto_gateway.serve.completing import Completing
+from stretto_gateway.serve.remote import RemoteEngine
 from tests.engine.byte_policy import NAME, generated
-from tests.gateway.serve.serving import running_engine, served_model
+from tests.gateway.serve.serving import engine_of, running_engine, served_model
 
 DIALECTS: list[ChoiceDialect] = [CompletionsDialect(), ChatDialect(strict=True), TokenIdsDialect()]
 BODIES: list[dict[str, Any]] = [
@@ -64,8 +63,17 @@ def tokenizer(byte_folder: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def engine(byte_folder: Path) -> NativeEngine:
-    return NativeEngine.load(byte_folder, EngineConfig(slots=8))
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def remote(byte_folder: Path, runner: asyncio.Runner) -> Iterator[RemoteEngine]:
+    """One for all examples, which lives while the runner runs: to begin and to end takes longer than an example."""
+    running = running_engine(engine_of(byte_folder))
+    yield runner.run(running.__aenter__())
+    runner.run(running.__aexit__(None, None, None))
 
 
 def cycled(values: Sequence[Any]) -> Iterator[Any]:
@@ -77,7 +85,7 @@ def cycled(values: Sequence[Any]) -> Iterator[Any]:
 @settings(max_examples=25)
 @given(takes=st.lists(st.booleans(), min_size=1, max_size=7), turns=st.lists(st.integers(0, 9), min_size=1, max_size=5))
 def test_every_token_is_sent_once_and_in_order_however_the_client_lags(
-    kind: int, tokenizer: Tokenizer, engine: NativeEngine, takes: list[bool], turns: list[int]
+    kind: int, tokenizer: Tokenizer, remote: RemoteEngine, runner: asyncio.Runner, takes: list[bool], turns: list[int]
 ) -> None:
     sampling = Sampling(max_tokens=12)
     asked = [GenerateRequest(id=f"{n}", prompt_token_ids=(97, 98), seeds=(n,), sampling=sampling) for n in range(2)]
@@ -85,7 +93,7 @@ def test_every_token_is_sent_once_and_in_order_however_the_client_lags(
 
     async def sent(call: Lagging) -> tuple[bytes, int]:
         completing = Completing(request, asked, "name", served_model(tokenizer), began=0.0, created=1)
-        async with running_engine(engine) as remote, remote.streaming(asked, completing.take) as stream:
+        async with remote.streaming(asked, completing.take) as stream:
             await completing.write(DIALECTS[kind], call, stream)  # type: ignore[arg-type]
         return call.sent, completing.sampled
 
@@ -100,8 +108,8 @@ def test_every_token_is_sent_once_and_in_order_however_the_client_lags(
     def texts(events: bytes) -> dict[int, Any]:
         return {index: _joined(parts) for index, parts in by_choice(events).items()}
 
-    lagging, tokens = asyncio.run(sent(Lagging(cycled(takes), cycled(turns))))
-    steady, all_tokens = asyncio.run(sent(Lagging(cycled([False]), cycled([0]))))
+    lagging, tokens = runner.run(sent(Lagging(cycled(takes), cycled(turns))))
+    steady, all_tokens = runner.run(sent(Lagging(cycled([False]), cycled([0]))))
     assert tokens == all_tokens == 24
     assert texts(lagging) == texts(steady)
     assert lagging.endswith(b"data: [DONE]\n\n")
@@ -127,7 +135,9 @@ def test_events_are_those_of_the_dialect_to_the_byte(kind: int, text: str, name:
         assert encode(text) == dialect.event(request, head, [part])
 
 
-async def test_a_fault_of_one_stream_ends_no_other(engine: NativeEngine) -> None:
+async def test_a_fault_of_one_stream_ends_no_other(byte_folder: Path) -> None:
+    engine = engine_of(byte_folder)
+
     def broken(new: NewToken) -> bool:
         raise ZeroDivisionError(new.request)
 
