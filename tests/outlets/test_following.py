@@ -119,7 +119,7 @@ EVENTS = st.lists(
 @given(EVENTS)
 @settings(max_examples=25, deadline=None)
 def test_whatever_happens_each_curve_grows_and_has_every_step_once(events: list[str]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # a disk takes milliseconds for each sync
         followed = Followed(Path(folder))
         done = 0
         for event in events:

@@ -149,7 +149,7 @@ def test_any_interleaving_over_any_crashes_is_read_as_the_segments_that_were_jou
     journal: tuple[list[Segment], list[Piece | None]],
 ) -> None:
     segments, order = journal
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder) / "ledger.sqlite"
         ledger = ledger_in(path)
         for entry in order:
@@ -199,7 +199,7 @@ def test_a_crash_loses_what_came_after_the_last_flush_and_nothing_before_it(
     """A durable call flushes with it all that came before; what the session goes on with joins what was kept."""
     before, after = events[:crashes_after], events[crashes_after:]
     kept = before[: max((at + 1 for at, event in enumerate(before) if event[3]), default=0)]
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         path = Path(folder) / "ledger.sqlite"
         ledger = ledger_in(path)
         ledger.flush()
