@@ -34,8 +34,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def gateway(model: Path, folder: Path, *words: str, poor: Sequence[str] = ()) -> Iterator[tuple[WarmCommand, str]]:
     """The command, and its address once it listens. `poor`: see `WarmCommand`."""
-    begun, arguments = "gateway at ", ("gateway", model, "--port", "0", "--folder", folder, *words)
-    with service(*arguments, serving=begun, poor=poor) as (process, said):
+    begun, place = "gateway at ", f"--folder={folder}"
+    with service("gateway", model, "--port", "0", place, *words, serving=begun, poor=poor) as (process, said):
         (line,) = (line for line in said if line.startswith(begun))
         yield process, line.removeprefix(begun).strip()
 
