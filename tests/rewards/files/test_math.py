@@ -43,7 +43,10 @@ def test_lines_come_back_in_order_with_verdict_and_seconds(tmp_path: Path, capsy
 
 BAD = [
     ('{"gold": "1"}', "missing required field `completion`"),
-    ('{"gold": "1", "completion": "1", "answer": "1"}', "`completion`, or `answer`, but not both"),
+    (
+        '{"gold": "1", "completion": "1", "answer": "1"}',
+        "`completion`, and also `answer`, which is its other name; the gold answer is `gold`",
+    ),
     *[('{"completion": "1"}', "missing required field `gold`"), ('{"gold": null, "completion": "1"}', "at `$.gold`")],
     *[('{"gold": [1], "completion": "1"}', "at `$.gold`"), ('{"gold": true, "completion": "1"}', "at `$.gold`")],
     ('{"gold": "1", "completion": 1}', "at `$.completion`"),

@@ -109,9 +109,10 @@ class MathLine(msgspec.Struct, frozen=True):
     answer: str | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
-        if (self.completion is msgspec.UNSET) == (self.answer is msgspec.UNSET):
-            both = "" if self.answer is msgspec.UNSET else ", or `answer`, but not both"
-            raise ValueError(f"Object missing required field `completion`{both}")
+        if self.completion is msgspec.UNSET and self.answer is msgspec.UNSET:
+            raise ValueError("Object missing required field `completion`")
+        if msgspec.UNSET not in (self.completion, self.answer):
+            raise ValueError("`completion`, and also `answer`, which is its other name; the gold answer is `gold`")
 
     @property
     def text(self) -> str:
