@@ -127,9 +127,10 @@ def completions_undecided(found: Evidence) -> Iterator[Alarm]:
 
 
 def completions_lost(found: Evidence) -> Iterator[Alarm]:
-    """Yield the alarms of `completions_cut_off` and `completions_undecided`."""
+    """Yield the alarms of `completions_cut_off`, `completions_undecided` and `all_filtered`."""
     yield from completions_cut_off(found)
     yield from completions_undecided(found)
+    yield from all_filtered(found)
 
 
 def all_filtered(found: Evidence) -> Iterator[Alarm]:
@@ -224,7 +225,6 @@ CHECKS: tuple[Check, ...] = (
     Check("policy far away", policy_apart, ("trainer.kl_behavior", "trainer.kl_reference")),
     Check("entropy collapse", entropy_collapse, ("trainer.entropy",), 2),
     Check("completions cut off or undecided", completions_lost, ("truncated", "undecided", "evaluation")),
-    Check("every group is filtered", all_filtered),
     Check("length explosion", length_explosion, ("length_mean",), 2),
     Check("a role does nothing", idle_role, ("busy.",)),
     Check("staleness at its bound", staleness_at_bound, ("busy.trainer",)),
