@@ -172,7 +172,7 @@ class EngineHandle:
         log line for each."""
         if (lie := self.counters.lie) is not None and self.serves and self.condemn():
             say(f"{lie}: it is replaced")
-        awaited = self.counts or self.publications.promised >= 0
+        awaited = self.counts or self.publications.promised >= 0 or self.publications.waits
         if awaited and (late := self.publications.late(seconds)) is not None:
             self.lags = True
             self.publications.breaks()

@@ -166,6 +166,11 @@ class Publications:
             self._missing.popleft()
 
     @property
+    def waits(self) -> bool:
+        """Whether the engine waits in `next`."""
+        return math.isinf(self._due)
+
+    @property
     def missing(self) -> bool:
         """Whether a version was published that the engine, which serves, has not loaded."""
         return bool(self._missing)
@@ -176,7 +181,7 @@ class Publications:
         if not self._missing:
             return None
         now, (version, since), patience = asyncio.get_running_loop().time(), self._missing[0], seconds + self._interval
-        if now - since > patience and math.isinf(self._due):
+        if now - since > patience and self.waits:
             self._news.set()
         return version if now - max(since, self._due) > patience else None
 
