@@ -214,7 +214,7 @@ def test_one_wrong_column_is_one_line_however_many_rows_have_it(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("run_dir", "told"),
     [
-        ("{}/$HOME/x", "$HOME/x'; only a shell replaces $HOME: write /"),
+        ("{}/$HOME/x", "only a shell replaces $HOME: write /"),
         ("~/x", "--run-dir: '~/x'; only a shell replaces ~: write /"),
         ("{}/there", "there: is not empty and holds no run (notes.txt, ...); give an empty or new folder"),
         ("{}/there/notes.txt/run", "there/notes.txt/run: cannot be created: Not a directory; give another folder"),
