@@ -3,6 +3,7 @@ holds, for full and sliding attention, with grouped heads, capped scores and exp
 """
 
 import copy
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -121,3 +122,13 @@ def test_a_filler_passes_no_learned_position() -> None:
     learned = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 16}
     rows = Rows(*twins("opt", 2, 2, learned), rows=41)
     assert rows.step(*(rows.enter(15, row) for row in range(41))) < EXACT
+
+
+def test_a_filler_is_one_context_whose_positions_change_no_bit() -> None:
+    _, policy = twins("qwen3", 2, 2, {"max_position_embeddings": 16})
+    newest, lengths = np.full(41, 3), np.full(41, 15)
+    step, _ = policy._step(newest, lengths, [Context(np.arange(2, 16), (row,)) for row in range(41)])
+    assert step.contexts is not None
+    assert step.contexts.buckets == ((1, 25), (41, 14))
+    plain = dataclasses.replace(step, positions=np.concatenate([*[np.arange(14)] * 41, np.arange(25), lengths - 1]))
+    assert torch.equal(policy._logits(step, 41), policy._logits(plain, 41))

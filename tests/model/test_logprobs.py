@@ -61,11 +61,14 @@ def test_a_row_that_is_filled_up_has_the_values_and_the_gradients_of_its_sequenc
         assert_close(ours.grad, theirs.grad, BACKWARD)
 
 
-def test_a_filler_is_never_longer_than_the_longest_sequence() -> None:
-    """Learned positions may end there."""
-    packed = pack_tokens([(1, 2, 3)] * 700)
-    assert sum(packed.packing.lengths) == packed.input_ids.shape[1] == 2176
-    assert max(packed.packing.lengths) == 3
+def test_a_filler_is_one_sequence_whose_positions_pass_no_other_and_change_no_bit() -> None:
+    """Learned positions may end there; the buckets of attention are those of runs that are replayed."""
+    packed, model = pack_tokens([(1, 2, 3)] * 700), build()
+    filled = pack_tokens([*[(1, 2, 3)] * 700, [0] * 76], [*[(1, 2)] * 700, ()])
+    assert packed.packing.lengths == filled.packing.lengths
+    assert packed.packing.buckets == filled.packing.buckets == ((1, 76), (700, 3))
+    assert int(packed.packing.position_ids.max()) == 2
+    assert torch.equal(*(token_logprobs(model, one, drawn()).logprobs for one in (packed, filled)))
 
 
 @pytest.mark.parametrize("targets", [None, []])

@@ -167,13 +167,6 @@ def round_length(tokens: int) -> int:
     return -(-tokens // grain) * grain
 
 
-def fillers(tokens: int, longest: int) -> list[Ints]:
-    """Make sequences of filler tokens that pad a row of `tokens` to a `round_length`, of at most `longest` tokens each:
-    a longer one could pass the last of a model's learned positions."""
-    missing = round_length(tokens) - tokens
-    return [np.zeros(min(longest, missing - at), np.int64) for at in range(0, missing, longest)]
-
-
 def _counting(sizes: Ints) -> Ints:
     """Concatenate 0, 1, ..., size - 1 of each size: [2, 3] gives 0 1 0 1 2."""
     return np.arange(sizes.sum()) - (sizes.cumsum() - sizes).repeat(sizes)

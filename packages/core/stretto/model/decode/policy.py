@@ -31,7 +31,7 @@ from stretto.model.decode.length_buckets import CacheLayout, LengthBuckets
 from stretto.model.decode.slot_tables import TableSteps, table_steps
 from stretto.model.decode.steps import CACHED_ATTENTION, DecodeStep, FirstTokens, plan_by_bucket
 from stretto.model.decode.text import TextCache
-from stretto.model.layout import fillers, pack, round_length
+from stretto.model.layout import pack, round_length
 from stretto_kernels.steps.trace import Forward, trace
 
 __all__ = ["CACHED_ATTENTION", "Context", "DecodePolicy", "cache_layout"]
@@ -206,6 +206,7 @@ class DecodePolicy:
         tokens = np.concatenate([context.own for context in packed] + [newest[order]])
         places = [np.arange(context.shared, len(context.token_ids)) for context in packed]
         positions = np.concatenate([*places, lengths[order] - 1])
+        positions = np.minimum(positions, self.layout.context_length - 1)  # the filler may be longer than any row
         sizes = [len(context.token_ids) for context in packed]
         shared = [(context.prefix_of, context.shared) for context in packed]
         packing = pack(sizes, self.layout.device, shared) if packed else None
@@ -248,13 +249,11 @@ def _without_empty(contexts: Sequence[Context]) -> list[Context]:
 
 
 def _with_filler(packed: list[Context], rows: int) -> list[Context]:
-    """Return the contexts with filler contexts without rows behind them, so that the step has a rounded number of
-    tokens (`layout.fillers`); none is added without contexts. `rows`: number of rows of the step."""
-    if not packed:
-        return packed
+    """Return the contexts with a filler context without rows behind them, so that the step has a rounded number of
+    tokens (`round_length`); none is added without contexts. `rows`: number of rows of the step."""
     tokens = rows + sum(len(context.own) for context in packed)
-    longest = max(len(context.token_ids) for context in packed)
-    return packed + [Context(filler, rows=()) for filler in fillers(tokens, longest)]
+    filler = round_length(tokens) - tokens if packed else 0
+    return [*packed, Context(np.zeros(filler, np.int64), rows=())] if filler else packed
 
 
 def cache_layout(model: PreTrainedModel, attention: Attention) -> CacheLayout:

@@ -30,7 +30,7 @@ from transformers import PreTrainedModel
 from stretto.core.errors import ModelFolderError, Problem
 from stretto.core.records import Sampling
 from stretto.model.device import copied
-from stretto.model.layout import DivideRow, Ints, Packing, RowPart, fillers, pack, round_length
+from stretto.model.layout import DivideRow, Ints, Packing, RowPart, pack, round_length
 from stretto.model.truncation import Truncation, truncate
 from stretto_kernels.gpu import logprobs as gpu_logprobs
 
@@ -182,8 +182,8 @@ def pack_tokens(
     `prompts`: length of each sequence's prompt. Sequences with equal prompts share the prompt's computation; then no
     position within the prompt may be wanted.
 
-    Last sequences of filler tokens, none longer than the longest given one, pad the row to a `round_length`. Without
-    any sequence the row is one filler token, and nothing is scored, so that a rank without work can run a forward pass.
+    A last sequence of filler tokens pads the row to a `round_length`; its positions pass no other's. Without any
+    sequence the row is one filler token, and nothing is scored, so that a rank without work can run a forward pass.
 
     Raises:
         ValueError: an empty sequence, or a wanted position without a token before it or in a shared prompt.
@@ -194,10 +194,13 @@ def pack_tokens(
     places = [np.asarray(one, np.int64) for one in wanted] if wanted else [np.arange(1, len(row)) for row in rows]
     prefixes = _shared_prefixes(rows, prompts or [0] * len(rows))
     tokens = sum(len(row) - prefix for row, (_, prefix) in zip(rows, prefixes, strict=True))
-    spare = fillers(tokens, max(1, *map(len, rows)))
-    prefixes += [(len(rows) + s, 0) for s in range(len(spare))]
-    rows, places = rows + spare, places + [np.zeros(0, np.int64)] * len(spare)
+    if filler := round_length(tokens) - tokens:
+        rows, places = [*rows, np.zeros(filler, np.int64)], [*places, np.zeros(0, np.int64)]
+        prefixes.append((len(prefixes), 0))
     packing = pack([len(row) for row in rows], device, prefixes)
+    if filler:  # a longer one would pass the last of a model's learned positions
+        last = max(map(len, rows[:-1])) - 1
+        packing = replace(packing, position_ids=packing.position_ids.clamp(max=last))
     # Each of these has a number for each wanted position: of its sequence, or its source.
     counts, inside = [len(one) for one in places], np.concatenate(places)
     (sources, shared), sizes = np.asarray(prefixes, np.int64).T, np.asarray(packing.lengths)
