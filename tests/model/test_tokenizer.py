@@ -116,7 +116,7 @@ def test_what_is_learnt_behind_a_chat_ends_as_the_template_ends_a_turn(
     folder: Path, tmp_path: Path, behind: str, end: str
 ) -> None:
     whole = AutoTokenizer.from_pretrained(folder)
-    whole.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    whole.add_special_tokens({"additional_special_tokens": ["<end>", "<start"]})  # whose end guards many a message
     whole.chat_template = (
         "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}" + behind + "{% endif %}{% endfor %}="
     )

@@ -318,7 +318,7 @@ class Tokenizer:
         if self.has_chat_template and len(ends) > 1:
             messages = [{"role": "user", "content": "1"}, {"role": "assistant", "content": _REPLY}]
             with suppress(DataError):  # the template refuses them
-                behind = self.render_chat(messages, opening=False).partition(_REPLY)[2]
+                behind = self.read_rendered(self.render_chat(messages, opening=False)).partition(_REPLY)[2]
         texts = {end: self.spell((end,)) for end in ends}
         found = [(behind.find(text), -len(text), end) for end, text in texts.items() if text and text in behind]
         return (min(found)[2],) if found else ends[:1]
