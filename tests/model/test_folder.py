@@ -291,13 +291,17 @@ def test_generation_settings_are_saved_as_they_are_also_those_that_transformers_
     assert inspect_model_folder(tmp_path / "out").eos_token_ids == (1, 0)
 
 
-def test_without_generation_settings_a_saved_policy_ends_as_its_start_does(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.6, "num_beams": 2}])
+def test_without_generation_settings_of_its_own_a_saved_policy_has_those_of_the_config_of_its_start(
+    folder: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
     (folder / "generation_config.json").unlink()
-    edit(folder / "config.json", eos_token_id=[1, 0], temperature=0.6)
+    edit(folder / "config.json", eos_token_id=[1, 0], **settings)
     save_policy(load_policy(folder), folder, tmp_path / "out")
-    assert not (tmp_path / "out" / "generation_config.json").exists()
+    assert (tmp_path / "out" / "generation_config.json").exists() == bool(settings)
     assert inspect_model_folder(tmp_path / "out").eos_token_ids == (1, 0)
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [1, 0]
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.to_dict()
+    assert found.items() >= {**settings, "eos_token_id": [1, 0]}.items()
 
 
 def test_a_policy_that_transformers_does_not_write_is_a_mistake_with_its_folder(folder: Path, tmp_path: Path) -> None:

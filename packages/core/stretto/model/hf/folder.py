@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
@@ -184,7 +184,8 @@ def save_policy(
 ) -> None:
     """Write `model`, with all files of `tokenizer_folder` but weights, as a Hugging Face folder at `path`, replacing an
     older one. The folder is written beside `path` and then renamed. generation_config.json is copied as it is: training
-    does not change it, and transformers would refuse to write settings that it accepts when it reads them.
+    does not change it, and transformers would refuse to write settings that it accepts when it reads them. Without that
+    file, settings in the config.json of `tokenizer_folder` are written there.
 
     `parameters`: (name, tensor) pairs written instead of the model's own parameters, for a model that is sharded over
     several processes; one layer of them is in memory at a time. Saved buffers are written beside them, not rounded.
@@ -206,6 +207,7 @@ def save_policy(
         try:
             with quiet_transformers():
                 _write_config(model, folder)
+                _keep_settings(model, Path(tokenizer_folder) / "config.json", folder / "generation_config.json")
                 own = model.named_parameters() if parameters is None else parameters
                 written = ((name, one.detach().to("cpu", rounded)) for name, one in own)
                 exact = ((name, one.to("cpu")) for name, one in saved_buffers(model))
@@ -226,6 +228,16 @@ def _write_config(model: PreTrainedModel, folder: Path) -> None:
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
     model.config.save_pretrained(folder)
+
+
+def _keep_settings(model: PreTrainedModel, start: Path, file: Path) -> None:
+    """Write the generation settings in the config of the start to `file`, unless it exists or the config of `model` has
+    them all: transformers drops most of them there."""
+    tree = json.loads(start.read_text(encoding="utf-8")) if start.exists() and not file.exists() else {}
+    known = GenerationConfig().to_dict().keys() - {"transformers_version"}
+    settings = {key: value for key, value in tree.items() if key in known and value is not None}
+    if not all(hasattr(model.config, key) for key in settings):
+        file.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def saved_dtype(wanted: str, start: Path) -> str | None:
