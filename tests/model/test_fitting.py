@@ -84,7 +84,20 @@ def test_weights_that_misfit_their_config_are_named(folder: Path, breaks: Callab
     assert len(str(error.value).splitlines()) <= 6
 
 
-def test_what_fits_is_what_is_loaded(folder: Path) -> None:
+def named_as_the_body(weights: dict[str, Tensor]) -> None:
+    for name in list(weights):
+        weights[name.removeprefix("model.")] = weights.pop(name)
+
+
+def named_as_the_body_beside_a_buffer(weights: dict[str, Tensor]) -> None:
+    named_as_the_body(weights)
+    weights["layers.0.self_attn.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("do", [dict, named_as_the_body, named_as_the_body_beside_a_buffer])
+def test_what_fits_is_what_is_loaded(folder: Path, do: Callable[[dict[str, Tensor]], object]) -> None:
+    """Also with the names of the hub's GPT-2."""
+    change(folder, do)
     check_fit(inspect_model_folder(folder))
     assert load_policy(folder).config.num_hidden_layers == SMALL.layers
 

@@ -72,7 +72,9 @@ def check_fit(folder: ModelFolder) -> PreTrainedConfig:
     """
     place, model = str(folder.path), skeleton(folder.path)
     parameters = {name: tuple(tensor.shape) for name, tensor in model.named_parameters(remove_duplicate=True)}
-    held = read_weights(folder.path)
+    known, prefix = set(model.state_dict()), model.base_model_prefix
+    weights = read_weights(folder.path)  # some folders have the names of the model without its head
+    held = {own if (own := f"{prefix}.{name}") in known else name: tensor for name, tensor in weights.items()}
     problems = [
         Problem(place, f"{name} is of the shape {held[name].shape}, config.json asks for {shape}", "repair config.json")
         for name, shape in parameters.items()
@@ -83,7 +85,6 @@ def check_fit(folder: ModelFolder) -> PreTrainedConfig:
         for name, tensor in held.items()
         if name in parameters and tensor.dtype not in _FLOATING
     ]
-    known = set(model.state_dict())
     missing = [name for name in parameters if name not in held]
     if known & held.keys() and not held.keys() <= known:  # some may have other names in the folder
         of_layers = {_LAYER.sub("#", name) for name in held}  # names of a single layer are not translated
