@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from stretto.core.errors import RoleDied
 from stretto.processes.role import RoleProcess
-from stretto.processes.spawn import FRESH, FreshSpawner, RunningProcess, Spawn, describe_exit, environment
+from stretto.processes.spawn import FRESH, FreshSpawner, RunningProcess, Spawn, describe_exit, environment, uncaught
 from stretto.processes.tree import cpu_ticks
 from stretto_app.forking.server import ForkServer
 from tests.asynchronous import Test, run_by, until
@@ -104,6 +105,31 @@ async def test_an_error_that_nobody_catches_is_in_how_its_role_ended(
         await role.start(spec, 1)
         async with asyncio.timeout(20):
             assert re.fullmatch(f"ended with exit code 1{error}", await role.last_words())
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        (
+            "class A:\n def __del__(self): raise OSError('late')\na = A()\nraise ValueError('cause\\n  more')",
+            "ValueError: cause",
+        ),
+        ("import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()\nraise SystemExit('text')", ""),
+        ("raise ExceptionGroup('all', [OSError('one')])", "ExceptionGroup: all (1 sub-exception)"),
+        (
+            "try: 1 / 0\nexcept Exception as one: raise ExceptionGroup('all', [one])",
+            "ZeroDivisionError: division by zero",
+        ),
+    ],
+)
+@pytest.mark.parametrize("start", [0, 1 << 20])  # the latter: the log has been cut since
+def test_of_a_log_the_error_that_ended_its_process_is_told_and_no_other(
+    tmp_path: Path, program: str, told: str, start: int
+) -> None:
+    log = tmp_path / "log.txt"
+    with log.open("w") as output:
+        assert subprocess.run([sys.executable, "-c", program], stderr=output, check=False).returncode == 1
+    assert uncaught(log, start) == told
 
 
 def test_the_cpu_time_of_a_process_with_any_name_is_read(tmp_path: Path) -> None:

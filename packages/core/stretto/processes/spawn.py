@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -26,6 +27,9 @@ _TUNABLES, _LARGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 _OPTIONS = {"trim_threshold": -1, "top_pad": -2, "mmap_threshold": -3}  # of mallopt
 OFFLINE = "HF_HUB_OFFLINE"
 _MOST_LOG_BYTES = 8 << 20  # a longer log is cut to the first half of this
+_TRACEBACK = "Traceback (most recent call last):\n"
+#: What Python says of an error that it ignores, such as that of a `__del__` at the end.
+_IGNORED = re.compile(rf"^Exception ignored.*\n(?:{re.escape(_TRACEBACK)})?(?: .*\n)*.*\n?", re.MULTILINE)
 _LAST_BYTES, _LONGEST_ERROR = 1 << 16, 300  # of a log, read for the error that ended a role; characters of that error
 
 
@@ -118,16 +122,20 @@ def describe_exit(code: int) -> str:
 
 def uncaught(log: Path, start: int) -> str:
     """Return type and text of the exception that ended a Python process, in one line: those of the last traceback that
-    it wrote to its log, behind the byte `start`. "" if there is none, or the log cannot be read."""
+    it wrote to its log, behind the byte `start` (if the log still has it), with nothing but ignored errors after it.
+    "" if there is none, or the log cannot be read."""
     try:
         with log.open("rb") as file:
-            file.seek(max(start, file.seek(0, 2) - _LAST_BYTES))
-            said = file.read().decode(errors="replace")
+            size = file.seek(0, 2)
+            file.seek(max(start if start <= size else 0, size - _LAST_BYTES))
+            said = _IGNORED.sub("", file.read().decode(errors="replace"))
     except OSError:
         return ""
-    _, found, last = said.rpartition("Traceback (most recent call last):\n")
-    lines = last.splitlines() if found else []
-    return next((line for line in lines if line and not line[0].isspace()), "")[:_LONGEST_ERROR]
+    before, found, last = said.rpartition(_TRACEBACK)
+    margin = before.rpartition("\n")[2].replace("+ Exception Group ", "| ")  # of an exception group, or a rank's name
+    lines = [line.removeprefix(margin) for line in last.splitlines()] if found else []
+    errors = [line for line in lines if line and not line[0].isspace()]
+    return errors[0][:_LONGEST_ERROR] if len(errors) == 1 else ""
 
 
 def environment(threads: int) -> dict[str, str]:
