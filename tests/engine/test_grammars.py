@@ -5,6 +5,7 @@ grammar; a grammar of a stranger is refused, within bounds, and the engine goes 
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -221,6 +222,16 @@ def test_what_cannot_go_on_is_refused_by_its_field(byte_engine: NativeEngine) ->
     with pytest.raises(RefusedRequest, match="ends of sequence"):
         byte_engine.add(asked(json_grammar(SCHEMA), stop_token_ids=()))
     assert byte_engine.idle
+
+
+def test_a_grammar_ends_with_those_ends_of_sequence_that_are_asked_for(byte_folder: Path, tmp_path: Path) -> None:
+    """The generation config names one, the tokenizer another."""
+    folder = shutil.copytree(byte_folder, tmp_path / "model")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [0]}')
+    for stops in ((0,), (EOS,), (0, EOS)):
+        told = generated(engine_of(folder), asked('start: "ab"', range(6), stop_token_ids=stops))
+        assert {one.token_ids[-1] for one in told} == set(stops)
+        assert {one.stop_reason for one in told} == {StopReason.STOP}
 
 
 def test_an_engine_that_cannot_says_why(engine: NativeEngine) -> None:

@@ -79,7 +79,7 @@ class Completions:
             self._watches[row] = self._stop_texts.watch(sampling.stop)
         if sampling.grammar:
             assert self._grammars is not None, "checked when the request was added"
-            self.matchers[row] = self._grammars.matcher(sampling.grammar)
+            self.matchers[row] = self._grammars.matcher(sampling.grammar, sampling.stop_token_ids)
         self._wanted[row] = member.request.top_logprobs
         if member.request.top_logprobs:
             self._likeliest[row] = []

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -48,8 +48,9 @@ class Matcher:
     `look` has 50 ms of CPU time in all, and 2 ms more for each token taken.
     """
 
-    def __init__(self, inner: LLMatcher, vocab_size: int) -> None:
-        self._inner = inner
+    def __init__(self, inner: LLMatcher, vocab_size: int, barred: Iterable[int] = ()) -> None:
+        """`barred`: tokens that are never allowed."""
+        self._inner, self._barred = inner, tuple(barred)
         self._bits = allocate_token_bitmask(1, vocab_size)
         self._current = False  # whether the bits are up to date
         self._left = _SECONDS
@@ -74,6 +75,8 @@ class Matcher:
             return
         start = time.thread_time()  # CPU time of this thread, independent of other threads
         fill_next_token_bitmask(self._inner, self._bits)
+        for token in self._barred:
+            self._bits.view(np.uint32)[0, token // 32] &= ~np.uint32(1 << token % 32)
         self._left -= time.thread_time() - start
         if self._inner.is_error():
             raise _refused(self._inner.get_error())
@@ -108,19 +111,21 @@ class Grammars:
 
     def check(self, text: str, stop_token_ids: Sequence[int]) -> None:
         """Compile a grammar, unless it is among the last 512 compiled, and check that a completion can follow it.
-        Raises RefusedRequest if there is a `problem`; the grammar cannot be compiled or followed; or an
-        end-of-sequence token, with which a completion ends where its grammar ends, is not in `stop_token_ids`."""
+        Raises RefusedRequest if there is a `problem`; the grammar cannot be compiled or followed; or no
+        end-of-sequence token, with which a completion ends where its grammar ends, is in `stop_token_ids`."""
         if self.problem:
             raise RefusedRequest(_FIELD, "a grammar", f"none: {self.problem}")
         ends = set(self._vocabulary.eos_tokens)
-        if not ends <= set(stop_token_ids):
-            allowed = f"the ends of sequence {sorted(ends)} among them, with which a text of the grammar ends"
+        if ends.isdisjoint(stop_token_ids):
+            allowed = f"one of the ends of sequence {sorted(ends)} among them, with which a text of the grammar ends"
             raise RefusedRequest("sampling.stop_token_ids", str(sorted(stop_token_ids)[:20]), allowed)
-        self.matcher(text).look()
+        self.matcher(text, stop_token_ids).look()
 
-    def matcher(self, text: str) -> Matcher:
-        """Return a matcher for a new completion that follows the grammar `text`, for which `check` has been called."""
-        return Matcher(self._root(text).deep_copy(), self._vocabulary.vocab_size)
+    def matcher(self, text: str, stop_token_ids: Sequence[int] = ()) -> Matcher:
+        """Return a matcher for a new completion that follows the grammar `text`, for which `check` has been called. Of
+        the end-of-sequence tokens it allows those in `stop_token_ids`; all if that is empty."""
+        barred = set(self._vocabulary.eos_tokens).difference(stop_token_ids) if stop_token_ids else ()
+        return Matcher(self._root(text).deep_copy(), self._vocabulary.vocab_size, barred)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
