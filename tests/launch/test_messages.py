@@ -8,21 +8,34 @@
 """
 
 import errno
+import os
+import re
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from stretto.core.errors import DataError, ModelFolderError, RecipeError, RewardFunctionError, RunFolderError, UserError
+from stretto.core.errors import (
+    DataError,
+    ModelFolderError,
+    RecipeError,
+    RewardFunctionError,
+    RoleDied,
+    RunFolderError,
+    UserError,
+)
 from stretto.launch import train
 from stretto.launch.preflight.plan import make_plan
 from stretto.launch.recipe.recipe import load_recipe
+from stretto.loop.records.reporter import SilentReporter
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.inspection import POINTS, inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.processes.spawn import FreshSpawner, RunningProcess, Spawn
 from stretto.rewards.service.judging import load_reward
 from stretto.store.run_folder import RunFolder
 from stretto.weights.folder import SHARED
@@ -235,6 +248,25 @@ def test_of_a_full_disk_that_of_the_file_is_named_however_full_others_are(tmp_pa
     for place in (tmp_path, SHARED):
         told = train._room_needed(f"{place}/gone/x cannot be written: No space left on device", tmp_path)
         assert f"; of the disk of {place} " in told
+
+
+class DiskFull(FreshSpawner):
+    """Starts in place of a role what finds no room, and does not say where."""
+
+    async def start(self, spawn: Spawn) -> RunningProcess:
+        return await super().start(replace(spawn, module="timeit", spec="raise OSError(28, 'No space left on device')"))
+
+
+def test_a_role_that_finds_no_room_has_died_and_the_fullest_disk_is_told(
+    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(laboratory.cache))
+    once = ["deadlines.trainer_restarts=0", "deadlines.engine_restarts=0"]
+    place = r"\(OSError: \[Errno 28\] .*; of the disk of (\S+) [\d.]+ MiB are free: .*; see the end of "
+    with pytest.raises(RoleDied, match=place) as told:
+        train.prepare(Path(TINY_RECIPE), once, tmp_path / "run", resume=False).train(SilentReporter(), DiskFull())
+    fullest = min((tmp_path, SHARED, Path(tempfile.gettempdir())), key=lambda disk: shutil.disk_usage(disk).free)
+    assert os.stat(re.findall(place, str(told.value))[0]).st_dev == fullest.stat().st_dev
 
 
 def test_what_a_full_disk_needs_is_told_also_where_no_temporary_folder_can_be_used(

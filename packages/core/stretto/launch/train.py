@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RunFolderError, StoreError, described, several
+from stretto.core.errors import Problem, RoleDied, RunFolderError, StoreError, described, several
 from stretto.doors.loading import from_package, of_application
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.preflight.base import digest
@@ -244,14 +244,18 @@ class Prepared:
                 code = int(end.code or 0)  # the run can be resumed from the last checkpoint
             except Exception as error:  # an error of stretto, or a bug: both end the run and are recorded
                 told = described(error) if isinstance(error, OSError) else str(error)
-                advice = _room_needed(told, self.path)
-                told += advice
+                failed = error
+                if advice := _room_needed(told, self.path):
+                    failed = StoreError(told + advice)
+                    if isinstance(error, RoleDied):
+                        failed = RoleDied(error.role, error.how + advice, error.log)
+                    told = str(failed)
                 logbook.ends()
                 logbook.note(f"failed: {told}")
                 with suppress(StoreError, OSError):  # the ledger may have ended the run: report that error
                     put_fact(self.folder.ledger, ENDING, Ending.of_error(error, told))
                 if advice:
-                    raise StoreError(told) from error
+                    raise failed from error
                 raise
             logbook.ends()
             logbook.note(f"ends with exit code {code}")
@@ -265,11 +269,12 @@ def _room_needed(told: str, run_dir: Path) -> str:
     that it names (else on the fullest that the run writes to), and what to do; "" for another error."""
     if not any(words in told for words in _FULL):
         return ""
+    named_in = told.partition("; see the end of ")[0]  # a role's log has a name too
     disks = list[tuple[bool, int, Path]]()
     for folder in (run_dir, SHARED, None):
         with suppress(OSError):  # it is gone; or every folder for temporary files is full, then there is none
             place = folder or Path(tempfile.gettempdir())
-            if named := re.search(rf"{re.escape(str(place))}/[^:'\"]+", told):
+            if named := re.search(rf"{re.escape(str(place))}/[^:'\"]+", named_in):
                 place = next(one for one in Path(named[0]).parents if one.exists())
             disks.append((named is None, shutil.disk_usage(place).free, place))
     if not disks:
