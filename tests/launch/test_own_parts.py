@@ -120,6 +120,13 @@ def strangers(group):
 def everything(group):
     return {trajectory.id: "no" for trajectory in group.trajectories}
 
+SEEN = set()
+
+def again(group):
+    new = {trajectory.id for trajectory in group.trajectories} - SEEN
+    SEEN.update(new)
+    return {trajectory.id: "seen" for trajectory in group.trajectories if trajectory.id not in new}
+
 def silent(group):
     return {trajectory.id: None for trajectory in group.trajectories}
 
@@ -246,6 +253,11 @@ def test_a_filter_that_refuses_all_that_it_is_tried_on_is_told(broken: Path) -> 
     recipe = load_recipe(TINY, [f"path={broken}", "rollout.filter=broken:everything"])
     (told,) = try_parts(recipe, outlets=False)
     assert told.startswith("rollout.filter: 'broken:everything' refuses all trajectories that it was tried on; ")
+
+
+def test_a_filter_that_remembers_is_tried_once(broken: Path) -> None:
+    recipe = load_recipe(TINY, [f"path={broken}", "rollout.filter=broken:again"])
+    assert try_parts(recipe, outlets=False) == []
 
 
 WRITTEN = "one of your own is written 'package.module:name'"

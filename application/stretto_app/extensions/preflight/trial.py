@@ -47,9 +47,10 @@ from stretto_verify.thoughts import closed
 _GROUPS = ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0), (1.0,))  # rewards of the made-up groups that a filter gets
 
 
-def filter_faults(refuses: Filter) -> Iterator[str]:
-    """Call the filter `refuses` on made-up groups, and yield the faults of its results, none if all are well. Errors
-    raised by the filter pass through."""
+def filter_faults(refuses: Filter, name: str, refusing: list[str]) -> Iterator[str]:
+    """Call the filter `refuses` on made-up groups, and yield the faults of its results, none if all are well. Append
+    its `name` to `refusing` if it refuses all trajectories. Errors raised by the filter pass through."""
+    kept = 0
     for group in map(_made_up_group, _GROUPS):
         ids = {trajectory.id for trajectory in group.trajectories}
         found: object = refuses(group)
@@ -59,11 +60,10 @@ def filter_faults(refuses: Filter) -> Iterator[str]:
             yield f"refuses {strange[0]!r}, which is no trajectory of the group; ids are such as {min(ids)!r}"
         elif bare := [reason for reason in found.values() if not (isinstance(reason, str) and reason)]:
             yield f"gives {bare[0]!r} as a reason, and not a text"
-
-
-def refuses_all(refuses: Filter) -> bool:
-    """Whether a filter without faults refuses every trajectory of the made-up groups."""
-    return all(len(refuses(group)) == len(group.trajectories) for group in map(_made_up_group, _GROUPS))
+        else:
+            kept += len(ids) - len(found)
+    if not kept:
+        refusing.append(name)
 
 
 def _made_up_group(rewards: Sequence[float]) -> Group:
@@ -201,14 +201,15 @@ def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
     Raises:
         RecipeError: a part raises, returns a wrong type, or does not return within 10 seconds; names all of them.
     """
-    trials = [(key, name, trial) for key, part, trial in _trials(recipe, outlets) if is_own(name := _name(part))]
+    refusing = list[str]()
+    found = _trials(recipe, outlets, refusing)
+    trials = [(key, name, trial) for key, part, trial in found if is_own(name := _name(part))]
     if problems := [problem for key, name, trial in trials for problem in _faults(key, name, trial)]:
         raise RecipeError(problems)
     told = [
-        f"{FILTERS.key}: {_name(one)!r} refuses all trajectories that it was tried on; if it refuses all of a run, no "
-        "batch is ever complete"
-        for one in recipe.rollout.filters
-        if is_own(_name(one)) and refuses_all(FILTERS.bound(one))
+        f"{FILTERS.key}: {name!r} refuses all trajectories that it was tried on; if it refuses all of a run, no batch "
+        "is ever complete"
+        for name in refusing
     ]
     pacing = recipe.rollout.pacing
     if not is_own(_name(pacing)) or not admits_early(pacing_of(recipe.rollout, in_rounds=False)):
@@ -220,16 +221,18 @@ def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
     ]
 
 
-def _trials(recipe: Recipe, outlets: bool) -> Iterator[tuple[str, str | Section, Callable[[], Iterator[str]]]]:
+def _trials(
+    recipe: Recipe, outlets: bool, refusing: list[str]
+) -> Iterator[tuple[str, str | Section, Callable[[], Iterator[str]]]]:
     """Yield (recipe key, part, trial) for every part that the recipe names; `outlets`: also for outlets. A trial calls
-    the part and yields its faults."""
+    the part and yields its faults; that of a filter appends to `refusing` (`filter_faults`)."""
     algorithm, rollout, engine, logging = recipe.algorithm, recipe.rollout, recipe.engine, recipe.logging
     correction = CORRECTIONS.bound(algorithm.correction)
     yield LOSSES.key, algorithm.loss, partial(loss_faults, algorithm.loss)
     yield CORRECTIONS.key, algorithm.correction, partial(correction_faults, correction)
     yield ESTIMATORS.key, algorithm.advantages, partial(estimator_faults, algorithm.advantages)
     for one in rollout.filters:
-        yield FILTERS.key, one, partial(filter_faults, FILTERS.bound(one))
+        yield FILTERS.key, one, partial(filter_faults, FILTERS.bound(one), _name(one), refusing)
     yield PACINGS.key, rollout.pacing, partial(pacing_faults, rollout)
     make = partial(_by_package, "stretto_servers.make:make_faults", MAKES.key)
     yield MAKES.key, engine.kind, partial(make, engine, recipe.model.path or "model")
