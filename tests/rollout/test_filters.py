@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from stretto.core.records import Group, StopReason
 from stretto.rollout.config import RolloutConfig
-from stretto.rollout.filters import filters, refused, success_rate, truncated, zero_variance
+from stretto.rollout.filters import count_reasons, filters, most_often, refused, success_rate, truncated, zero_variance
 from tests.store.make import Make, judged
 
 REWARDS = st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=6)
@@ -71,6 +71,15 @@ def test_a_group_needs_enough_answers_after_its_filters_too() -> None:
 def test_a_group_of_which_nothing_is_left_asks_no_further_filter() -> None:
     chosen = filters(RolloutConfig(truncated="filter", success_rate_min=0.5, filter="zero_variance"))
     assert set(refused(group([1.0], cut=[0]), chosen, fewest=1).values()) == {"truncated: cut off at its length"}
+
+
+def test_the_filter_that_refuses_the_most_groups_is_named_though_each_of_its_reasons_is_another() -> None:
+    counts: dict[str, tuple[int, str]] = {}
+    chosen = filters(RolloutConfig(truncated="filter", filter="zero_variance"))
+    for number in range(300):
+        cut = [0, 1] if number < 120 else [0]
+        count_reasons(counts, refused(group([number / 1000] * 3, cut), chosen, fewest=1).values())
+    assert most_often(counts) == " (most often zero_variance: all rewards are 0.299)"
 
 
 @given(REWARDS, st.integers(1, 6))

@@ -73,14 +73,17 @@ def test_filters_that_refuse_all_groups_are_an_alarm_of_each_before_the_first_st
     folder.mkdir()
     (folder / "recipe.toml").write_text("[rollout]\nbatch_size = 8\ngroup_size = 2\n")
     with ledger_at(folder / "ledger.sqlite") as ledger:
-        for number in range(33):  # four batches, behind a group that is kept
+        for number in range(33):  # four batches, behind a group that is kept in part
             ledger.issue(group := f"0.{number}.0", PROMPT, 2, 0)
             members = [Make.trajectory(group, member) for member in range(2)]
             if not number:
-                ledger.buffer(Make.group(group, *members))
-            for one in members if number else ():
-                ledger.settle(one.id, State.FILTERED, "mine:all: too long", one)
-    told = "all of the last 64 completions were filtered, most often by mine:all: too long"
+                ledger.buffer(Make.group(group, members.pop(0)))
+            reason = (
+                f"mine:all: reward 0.{number}" if number > 9 else "truncated: too long"
+            )  # the same only if truncated
+            for one in members:
+                ledger.settle(one.id, State.FILTERED, reason, one)
+    told = "all of the last 64 completions were filtered, most often by mine:all: reward 0.32"
     readers = (findings_of_run(folder), AlarmWatch(folder).findings(), watched(folder, tmp_path / "cache").findings())
     assert [[alarm.message for alarm in one.alarms if alarm.name == "all_filtered"] for one in readers] == [[told]] * 3
 

@@ -126,7 +126,7 @@ class Controller:
         self._in_flight: dict[str, Ticket] = {}
         self._buffer: list[tuple[Ticket, Group]] = []
         self._failures_in_a_row = 0
-        self.filtered, self.reasons = 0, dict[str, int]()  # groups filtered since the last batch; their reasons
+        self.filtered, self.reasons = 0, dict[str, tuple[int, str]]()  # groups filtered since the last batch; why
         self.refused = 0  # late or duplicate results
 
     @property
@@ -279,7 +279,6 @@ class Controller:
         group = self._group(ticket, decided)
         self._prompts.judged(ticket.draw, sum(t.verdict.outcome is Outcome.RIGHT for t in decided) / len(decided))
         reasons = refused(group, self._filters, self.config.min_group_size)
-        count_reasons(self.reasons, reasons.values())
         kept = [t for t in decided if t.id not in reasons]
         for trajectory in [t for t in decided if t.id in reasons]:
             self._settle([trajectory], State.FILTERED, reasons[trajectory.id])
@@ -289,6 +288,7 @@ class Controller:
             bisect.insort(self._buffer, (ticket, left), key=_order_of_training)
         else:
             self.filtered += 1
+            count_reasons(self.reasons, reasons.values())
         self._end(ticket)
         return group
 

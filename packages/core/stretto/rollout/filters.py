@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from statistics import mode
 
 import msgspec
 
@@ -18,7 +19,6 @@ from stretto.rollout.config import FILTERS, RolloutConfig
 Filter = Callable[[Group], Mapping[str, str]]
 #: Returns the rewards of a group that the advantages compare, in the lists in which they are compared.
 Compared = Callable[[Group], Iterable[Sequence[float]]]
-_REASONS = 100  # that are counted
 
 
 def truncated(group: Group) -> Mapping[str, str]:
@@ -85,21 +85,21 @@ def refused(group: Group, chosen: tuple[Filter, ...], fewest: int) -> dict[str, 
     return reasons
 
 
-def count_reasons(counts: dict[str, int], reasons: Iterable[str]) -> None:
-    """Count the reasons of refused trajectories in `counts`: 100 different ones at most, since a reason with a number
-    in it may differ each time."""
-    for reason in reasons:
-        if reason in counts or len(counts) < _REASONS:
-            counts[reason] = counts.get(reason, 0) + 1
+def count_reasons(counts: dict[str, tuple[int, str]], reasons: Iterable[str]) -> None:
+    """Count a group that was refused whole, with an example of its `reasons`, in `counts`, at the name of the filter
+    that refused most of it."""
+    by_name = [(reason.partition(": ")[0], reason) for reason in reasons]
+    name = mode(name for name, _ in by_name)
+    counts[name] = counts.get(name, (0, ""))[0] + 1, dict(by_name)[name]
 
 
-def most_often(counts: Mapping[str, int]) -> str:
-    """Say which of the reasons is the most frequent; "" without any.
+def most_often(counts: Mapping[str, tuple[int, str]]) -> str:
+    """Say which filter refuses the most groups, with its newest reason; "" without any.
 
-    >>> most_often({"mine:short: empty": 2, "zero_variance: all rewards are 0": 8})
+    >>> most_often({"mine:short": (2, "mine:short: empty"), "zero_variance": (8, "zero_variance: all rewards are 0")})
     ' (most often zero_variance: all rewards are 0)'
     """
-    return f" (most often {max(counts, key=counts.__getitem__)})" if counts else ""
+    return f" (most often {max(counts.values())[1]})" if counts else ""
 
 
 def _without(group: Group, reasons: Mapping[str, str]) -> Group:

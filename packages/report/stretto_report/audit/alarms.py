@@ -63,11 +63,16 @@ _UNDECIDED = 0.25  # of the completions
 _WAITING = 0.5  # share of the time that a trainer works at most, if it waits for completions
 _FEWEST = 8  # undecided completions of an evaluation; fewer may be chance
 _SILENT_BATCHES, _SILENT_GROUPS = 4, 32  # filtered without one that is kept
-#: Numbers of completions filtered since the newest kept one, by reason, the most frequent first.
+_READ = 4  # completions that are read, of each that an alarm needs
+#: For each filter: how many completions it refused since the newest kept group, and a reason; the most first.
 _FILTERED = """
-    SELECT reason, count(*) FROM trajectories WHERE state = 'filtered' AND key > coalesce(
-        (SELECT key FROM trajectories WHERE state IN ('trained', 'buffered') ORDER BY key DESC LIMIT 1), -1)
-    GROUP BY reason ORDER BY 2 DESC, 1
+    WITH newest AS (
+        SELECT group_key, state, reason FROM trajectories WHERE state IN ('trained', 'buffered', 'filtered')
+        ORDER BY key DESC LIMIT ?
+    )
+    SELECT count(*), max(reason) FROM newest
+    WHERE group_key > coalesce((SELECT max(group_key) FROM newest WHERE state != 'filtered'), -1)
+    GROUP BY substr(reason, 1, instr(reason, ': ')) ORDER BY 1 DESC, 2
 """
 
 
@@ -135,7 +140,7 @@ def completions_lost(found: Evidence) -> Iterator[Alarm]:
 
 def all_filtered(found: Evidence) -> Iterator[Alarm]:
     """Yield an alarm if the filters have refused all of the newest groups: four batches, and 32 groups at least. The
-    message names the filter with the most frequent reason."""
+    message names the filter that refused the most."""
     count, why = found.filtered
     if count >= found.many:
         message = f"all of the last {several(count, 'completion')} were filtered, most often by {why}"
@@ -322,7 +327,7 @@ class AlarmWatch:
     def findings(self) -> AlarmReport:
         """Run all alarms on the measurements so far and the disk as it is now."""
         found = dataclasses.replace(self._evidence(), undecided_reason=self._undecided_reason)
-        disk, filtered = disk_of(self._folder), filtered_of(self._folder)
+        disk, filtered = disk_of(self._folder), filtered_of(self._folder, found.many)
         return findings_of(dataclasses.replace(found, evaluations=self._evaluations, disk=disk, filtered=filtered))
 
     def _evidence(self) -> Evidence:
@@ -355,7 +360,7 @@ def evidence_of(
     """Return the evidence of a run: the measurements of its `steps`, completed with what its other records say.
 
     Args:
-        steps: evidence with `steps`, `series`, `undecided_reason` (`Evidence.of`) and `filtered`.
+        steps: evidence with `steps`, `series` and `undecided_reason` (`Evidence.of`).
         evaluations: lines of ``metrics.jsonl``; only those that are an `EvaluationLine` (of the held-out questions)
             are used.
         recipe: the tables of its recipe; may be incomplete.
@@ -415,17 +420,20 @@ def number_of(recipe: Mapping[str, Any], section: str, key: str) -> float | None
     return value if type(value) is float or (type(value) is int and abs(value) < _LARGEST) else None
 
 
-def filtered_of(folder: Path) -> tuple[int, str]:
+def filtered_of(folder: Path, many: float) -> tuple[int, str]:
     """Return `Evidence.filtered` of the run in `folder`; (0, "") if its ledger cannot be read."""
     with suppress(OSError, StoreError), reading(RunFolder(folder).ledger) as connection:
-        return filtered_in(connection)
+        return filtered_in(connection, many)
     return 0, ""
 
 
-def filtered_in(connection: sqlite3.Connection) -> tuple[int, str]:
-    """Return `Evidence.filtered` from an open ledger."""
-    reasons: dict[str, int] = dict(connection.execute(_FILTERED).fetchall())
-    return sum(reasons.values()), next(iter(reasons), "")
+def filtered_in(connection: sqlite3.Connection, many: float) -> tuple[int, str]:
+    """Return `Evidence.filtered` from an open ledger; (0, "") if no ledger has as `many` completions. Only the newest
+    are read, so that the time does not grow with the run."""
+    if not many < _LARGEST / _READ:  # NaN too
+        return 0, ""
+    found: list[tuple[int, str]] = connection.execute(_FILTERED, (int(_READ * many),)).fetchall()
+    return sum(count for count, _ in found), found[0][1] if found else ""
 
 
 def disk_of(folder: Path) -> Disk | None:

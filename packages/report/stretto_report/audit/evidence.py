@@ -218,7 +218,8 @@ class Evidence:
     no bound. `disk`: None: the run is not running. `last_step`: `trainer.steps`; None: not known. `mismatch`: nats a
     token between engine and trainer that rounding explains for their dtypes. `undecided_reason`: most frequent reason
     of the newest step with undecided verdicts; "": none. `filtered`: number of completions filtered since the newest
-    one that was kept, and their most frequent reason; an alarm from `many` on.
+    group that was kept, counted to a few times `many`, and a reason of the filter that refused the most; an alarm from
+    `many` on.
     """
 
     steps: Steps

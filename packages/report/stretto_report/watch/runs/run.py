@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -275,9 +277,9 @@ class WatchedRun:
         with read_ledger(self.folder) as connection:
             return of_branch(inspection_of(connection), branch_of(self.folder))
 
-    def _filtered(self) -> tuple[int, str]:
+    def _filtered(self, many: float) -> tuple[int, str]:
         with read_ledger(self.folder) as connection:
-            return filtered_in(connection)
+            return filtered_in(connection, many)
 
     def recipe_text(self) -> str:
         """Return the text of the recipe; empty if there is none or it cannot be read."""
@@ -338,12 +340,11 @@ class WatchedRun:
         runs = how.state == "running"
         key = (steps.epoch, steps.table.rows, len(steps.evaluations), self.tables.trajectories.changes, how)
         if key != self._found[0]:
-            filtered = self._of_ledger(self._filtered) or (0, "")
-            read = Evidence(
-                steps.table["step"], steps.series, undecided_reason=steps.undecided_reason, filtered=filtered
-            )
+            read = Evidence(steps.table["step"], steps.series, undecided_reason=steps.undecided_reason)
             disk = disk_of(self.folder) if runs else None
             evidence = evidence_of(read, steps.evaluations, self.recipe(), disk)
+            filtered = self._of_ledger(partial(self._filtered, evidence.many)) or (0, "")
+            evidence = dataclasses.replace(evidence, filtered=filtered)
             death = how.reason if how.state == "dead" else ""
             newest = int(steps.table["step"][-1]) if steps.table.rows else 0  # lines of earlier ones may be lost
             self._found = (key, findings_of(evidence).with_death(death, newest))
