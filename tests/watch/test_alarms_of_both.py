@@ -2,15 +2,21 @@
 reads is read by all of them, and each alarm that one raises is raised by all.
 """
 
+import io
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from stretto.core.records import State
 from stretto.store.series.metrics import MetricsLog, StepMetrics
 from stretto_report.audit.alarms import AlarmWatch, findings_of_run
 from stretto_report.audit.evidence import READ
+from stretto_report.dashboard.terminal import progress
+from stretto_report.dashboard.terminal.progress import LineDisplay
+from stretto_report.outlets import follower as outlets
+from stretto_report.outlets.follower import AlarmFollower
 from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.index.steps import Steps
 from stretto_report.watch.runs.catalog import Catalog
@@ -68,9 +74,9 @@ def test_an_alarm_of_one_reader_is_an_alarm_of_each(tmp_path: Path, name: str) -
     assert (pages.alarms, pages.not_measured, pages.checks) == (found.alarms, found.not_measured, found.checks + 1)
 
 
-def test_filters_that_refuse_all_groups_are_an_alarm_of_each_before_the_first_step(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    folder.mkdir()
+def refuse_all(folder: Path) -> str:
+    """Fill the ledger of a run that has no step; returns what its alarm says."""
+    folder.mkdir(exist_ok=True)
     (folder / "recipe.toml").write_text("[rollout]\nbatch_size = 8\ngroup_size = 2\n")
     with ledger_at(folder / "ledger.sqlite") as ledger:
         for number in range(33):  # four batches, behind a group that is kept in part
@@ -78,14 +84,38 @@ def test_filters_that_refuse_all_groups_are_an_alarm_of_each_before_the_first_st
             members = [Make.trajectory(group, member) for member in range(2)]
             if not number:
                 ledger.buffer(Make.group(group, members.pop(0)))
-            reason = (
-                f"mine:all: reward 0.{number}" if number > 9 else "truncated: too long"
-            )  # the same only if truncated
+            reason = f"mine:all: reward 0.{number}" if number > 9 else "truncated: too long"  # fewer, but the same
             for one in members:
                 ledger.settle(one.id, State.FILTERED, reason, one)
-    told = "all of the last 64 completions were filtered, most often by mine:all: reward 0.32"
+    return "all of the last 64 completions were filtered, most often by mine:all: reward 0.32"
+
+
+def test_filters_that_refuse_all_groups_are_an_alarm_of_each_before_the_first_step(tmp_path: Path) -> None:
+    told = refuse_all(folder := tmp_path / "run")
     readers = (findings_of_run(folder), AlarmWatch(folder).findings(), watched(folder, tmp_path / "cache").findings())
     assert [[alarm.message for alarm in one.alarms if alarm.name == "all_filtered"] for one in readers] == [[told]] * 3
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_an_alarm_between_two_steps_is_told_live(tmp_path: Path, steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipe.toml").write_text("[rollout]\nbatch_size = 8\ngroup_size = 2\n")
+    output = io.StringIO()
+    display = LineDisplay(40, Console(file=output, width=200), seconds=0.0, alarms=AlarmWatch(tmp_path))
+    follower = AlarmFollower(tmp_path)
+    for number in range(steps):
+        display.step(step(number + 1, {}))
+    before = len(output.getvalue().splitlines())
+    display.refresh()
+    assert follower.new(()) == []
+    told = refuse_all(tmp_path)
+    display.refresh()
+    assert (len(output.getvalue().splitlines()), follower.new(())) == (before, [])  # asked every five seconds
+    for module in (progress, outlets):
+        monkeypatch.setattr(module, "_ALARM_SECONDS", 0.0)
+    display.say("8 groups were filtered")
+    display.refresh()
+    assert [told in line for line in output.getvalue().splitlines()[before:]] == [False, True]
+    assert [alarm.message for alarm in follower.new(())] == [told]
 
 
 def test_the_pages_read_each_number_that_an_alarm_reads(tmp_path: Path) -> None:

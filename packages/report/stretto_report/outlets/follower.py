@@ -12,6 +12,7 @@ its first values there.
 from __future__ import annotations
 
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.points import MetricsPoint, Value, point_of
 from stretto_report.reading.series import LinesRead
 
+_ALARM_SECONDS = 5.0  # between two looks for alarms without a new line
+
 
 class AlarmFollower:
     """Follows ``metrics.jsonl`` of a run and computes its alarms. It reads from the first line, even if the tool
@@ -37,12 +40,14 @@ class AlarmFollower:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lines, self._watch = LineFollower(RunFolder(folder).metrics, METRICS), AlarmWatch(folder)
+        self._asked = float("-inf")
 
     def new(self, sent: Collection[str]) -> list[Alarm]:
         """Read the new lines, and return the alarms that fire now and whose titles are not in `sent`; empty if there is
-        no new line. Raises StoreError if the metrics cannot be read."""
-        if not self._read():
+        no new line and they were asked for within five seconds. Raises StoreError if the metrics cannot be read."""
+        if not self._read() and time.monotonic() - self._asked < _ALARM_SECONDS:
             return []
+        self._asked = time.monotonic()
         return [alarm for alarm in self._watch.alarms() if alarm.title not in sent]
 
     def _read(self) -> bool:

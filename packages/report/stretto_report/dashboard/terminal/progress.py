@@ -177,19 +177,25 @@ class Display(ABC):
         self._sentences: Mapping[str, str] = {}
 
     def say(self, text: str) -> None:
-        """Print a line that stays on the screen."""
+        """Print a line that stays on the screen, then `refresh`."""
+        self._print(text)
+        self.refresh()
+
+    def _print(self, text: str) -> None:
         self._console.print(harmless(text, self._ascii_only), highlight=False, markup=False, soft_wrap=True)
 
     @abstractmethod
-    def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str]) -> None:
-        """Draw a snapshot. `fresh`: lines of the alarms that did not fire at the last drawing, by title."""
+    def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str], again: bool) -> None:
+        """Draw a snapshot, if `again` one that was drawn before. `fresh`: lines of the alarms that did not fire when
+        they were last asked for, by title."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._alarmed = float("-inf")
-        self._finish()
+        if self._is_new:
+            self._alarmed = float("-inf")
+            self._finish()
 
     def learning(self, progress: SupervisedProgress) -> None:
         """Take the progress of supervised training, and draw it if the last drawing is long enough ago, or at once if
@@ -224,8 +230,8 @@ class Display(ABC):
         return another
 
     def refresh(self) -> None:
-        """Draw what is new if the last drawing is long enough ago: 0.5 s for a panel, 5 s for lines; else do nothing.
-        Called regularly, because a run may be silent for long."""
+        """Draw what is new, alarms included, if the last drawing is long enough ago: 0.5 s for a panel, 5 s for lines;
+        else do nothing. Called regularly, because a run may be silent for long."""
         if time.monotonic() - self._drawn >= self._seconds:
             self._finish()
 
@@ -236,12 +242,16 @@ class Display(ABC):
         self.refresh()
 
     def _finish(self) -> None:
-        if self._is_new and (snapshot := self._watcher.snapshot) is not None:
-            before, self._is_new = self._sentences, False
-            if self._alarms is not None and time.monotonic() - self._alarmed >= _ALARM_SECONDS:
-                self._sentences, self._alarmed = self._alarms.sentences(), time.monotonic()
-            self._drawn = time.monotonic()
-            self._draw(snapshot, {title: line for title, line in self._sentences.items() if title not in before})
+        before, snapshot = self._sentences, self._watcher.snapshot
+        if self._alarms is not None and time.monotonic() - self._alarmed >= _ALARM_SECONDS:
+            self._sentences, self._alarmed = self._alarms.sentences(), time.monotonic()
+        fresh = {title: line for title, line in self._sentences.items() if title not in before}
+        if snapshot is None:
+            for line in fresh.values():
+                self._print(line)
+        elif self._is_new or self._sentences != before:
+            again, self._is_new, self._drawn = not self._is_new, False, time.monotonic()
+            self._draw(snapshot, fresh, again)
 
 
 class PanelDisplay(Display):
@@ -252,7 +262,7 @@ class PanelDisplay(Display):
         self._title, self._proofs = title, proofs
         self._live = Live(console=console, auto_refresh=False)
 
-    def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str]) -> None:
+    def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str], again: bool) -> None:
         shown = panel(
             snapshot,
             tuple(self._sentences.values()),
@@ -289,7 +299,7 @@ class LineDisplay(Display):
         super().__init__(steps, console, seconds, alarms)
         self._verbose = verbose
 
-    def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str]) -> None:
-        self.say(snapshot.line)
-        for line in [*(snapshot.details() if self._verbose else ()), *fresh.values()]:
-            self.say(line)
+    def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str], again: bool) -> None:
+        course = [] if again else [snapshot.line, *(snapshot.details() if self._verbose else ())]
+        for line in [*course, *fresh.values()]:
+            self._print(line)
