@@ -260,6 +260,21 @@ def test_the_end_token_of_the_tokenizer_ends_a_completion_too(folder: Path) -> N
     assert inspect_model_folder(folder).eos_token_ids == load_tokenizer(folder).eos_token_ids == (0, 1)
 
 
+def test_a_large_tokenizer_is_parsed_once_for_the_facts_of_its_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, texts = Path.read_text, list[str]()
+
+    def noted(file: Path, encoding: str | None = None) -> str:
+        texts.append(file.name)
+        return read(file, encoding)
+
+    monkeypatch.setattr(Path, "read_text", noted)
+    inspect_model_folder(folder)
+    load_tokenizer(folder)  # by the package of tokenizers
+    assert texts.count("tokenizer.json") == 1
+
+
 def test_a_list_of_end_tokens_is_kept_whole(folder: Path) -> None:
     edit(folder / "generation_config.json", eos_token_id=[1, 0])
     assert inspect_model_folder(folder).eos_token_ids == (1, 0)

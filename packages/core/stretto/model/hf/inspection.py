@@ -10,7 +10,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,15 +145,16 @@ def inspect_model_folder(path: Path | str, key: str = "") -> ModelFolder:
     problems: list[Problem] = []
     shape = shape_of(folder, problems)
     tensors, size = _weights(folder, problems)
+    ends: tuple[int, ...] = ()
     if shape is not None:
-        _check_vocabulary(folder, shape["vocab_size"], tensors, problems)
+        ends = _check_vocabulary(folder, shape["vocab_size"], tensors, problems)
     if problems or shape is None:
         raise ModelFolderError(problems)
     return ModelFolder(
         path=folder,
         parameters=sum(tensor.elements for tensor in tensors.values()),
         bytes=size,
-        eos_token_ids=eos_token_ids(folder),
+        eos_token_ids=ends,
         dtype=_dtype_of(tensors.values()),
         **shape,
     )
@@ -199,16 +200,18 @@ def _dtype_of(tensors: Iterable[TensorHeader]) -> str:
     return _DTYPES.get(dtypes.most_common(1)[0][0], "quantised")
 
 
-def eos_token_ids(folder: Path) -> tuple[int, ...]:
+def eos_token_ids(folder: Path, id_of: Callable[[str], int | None] | None = None) -> tuple[int, ...]:
     """Return the ids of the end-of-sequence tokens: those of the generation config, else of the config, and then the
     tokenizer's, at which vLLM stops too: some fine-tunes name the end of a turn there alone. Empty if none names one.
-    They are not checked against the vocabulary."""
+    They are not checked against the vocabulary. `id_of`: id of a token; None: tokenizer.json is read for it."""
     given = (_read_json(folder / name, []).get("eos_token_id") for name in ("generation_config.json", "config.json"))
     found: Any = next((one for one in given if one is not None), [])
     named = tuple(found) if isinstance(found, list) else (found,)
     token = _read_json(folder / "tokenizer_config.json", []).get("eos_token")
     text = token.get("content") if isinstance(token, Mapping) else token
-    own = _vocabulary(_read_json(folder / "tokenizer.json", [])).get(text) if isinstance(text, str) else None
+    own = None
+    if isinstance(text, str):
+        own = (id_of or _vocabulary(_read_json(folder / "tokenizer.json", [])).get)(text)
     return named if own is None or own in named else (*named, own)
 
 
@@ -368,9 +371,9 @@ def _no_weights(folder: Path) -> Problem:
 
 def _check_vocabulary(
     folder: Path, vocab_size: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]
-) -> None:
+) -> tuple[int, ...]:
     """Check that embedding, tokenizer and end-of-sequence tokens agree on the vocabulary; append problems to
-    `problems`."""
+    `problems`. Returns the end-of-sequence tokens."""
     for name, tensor in tensors.items():
         if name.endswith("embed_tokens.weight") and tensor.shape[:1] != (vocab_size,):
             found = (
@@ -383,7 +386,7 @@ def _check_vocabulary(
     if len(problems) == before and largest >= vocab_size:
         found = f"the tokenizer knows token {largest}, the embedding has {vocab_size} rows"
         problems.append(Problem(str(folder / "tokenizer.json"), found, "save the tokenizer of this model"))
-    ends: tuple[object, ...] = eos_token_ids(folder)
+    ends: tuple[Any, ...] = eos_token_ids(folder, vocabulary.get)
     wrong = [end for end in ends if isinstance(end, bool) or not (isinstance(end, int) and 0 <= end < vocab_size)]
     if (generation := folder / "generation_config.json").exists():
         _read_json(generation, problems)
@@ -391,6 +394,7 @@ def _check_vocabulary(
         problems.append(Problem(str(folder), "no end-of-sequence token", "set eos_token_id in generation_config.json"))
     if wrong:
         problems.append(Problem(f"{folder}: eos_token_id", f"{wrong[0]!r}", f"allowed: 0 to {vocab_size - 1}"))
+    return ends
 
 
 def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:

@@ -431,5 +431,5 @@ def load_tokenizer(
     if not isinstance(whole, PreTrainedTokenizerFast):
         found = f"the tokenizer is a {type(whole).__name__}, which has no fast backend"
         raise ModelFolderError([Problem(place, found, "a folder with tokenizer.json is needed")])
-    ends = eos_token_ids(Path(folder))
+    ends = eos_token_ids(Path(folder), whole.backend_tokenizer.token_to_id)
     return Tokenizer(place, ends, whole, whole.backend_tokenizer, special_tokens_in_messages, kept)
