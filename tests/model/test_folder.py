@@ -258,6 +258,8 @@ def test_the_end_token_of_the_tokenizer_ends_a_completion_too(folder: Path) -> N
     """Some fine-tunes name the end of a turn there alone; vLLM stops at it."""
     edit(folder / "generation_config.json", eos_token_id=[0])
     assert inspect_model_folder(folder).eos_token_ids == load_tokenizer(folder).eos_token_ids == (0, 1)
+    edit(folder / "tokenizer_config.json", eos_token="<new>")  # which the model cannot sample
+    assert inspect_model_folder(folder).eos_token_ids == load_tokenizer(folder).eos_token_ids == (0,)
 
 
 def test_a_large_tokenizer_is_parsed_once_for_the_facts_of_its_folder(

@@ -115,6 +115,7 @@ async def test_an_error_that_nobody_catches_is_in_how_its_role_ended(
             "ValueError: cause",
         ),
         ("import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()\nraise SystemExit('text')", ""),
+        ("raise RuntimeError('CUDA error: lost\\nmay come late\\nset this')", "RuntimeError: CUDA error: lost"),
         ("raise ExceptionGroup('all', [OSError('one')])", "ExceptionGroup: all (1 sub-exception)"),
         (
             "try: 1 / 0\nexcept Exception as one: raise ExceptionGroup('all', [one])",

@@ -135,7 +135,8 @@ def uncaught(log: Path, start: int) -> str:
     margin = before.rpartition("\n")[2].replace("+ Exception Group ", "| ")  # of an exception group, or a rank's name
     lines = [line.removeprefix(margin) for line in last.splitlines()] if found else []
     errors = [line for line in lines if line and not line[0].isspace()]
-    return errors[0][:_LONGEST_ERROR] if len(errors) == 1 else ""
+    # A single line behind it is what `sys.exit` says after an error that was caught and printed.
+    return errors[0][:_LONGEST_ERROR] if len(errors) not in (0, 2) else ""
 
 
 def environment(threads: int) -> dict[str, str]:

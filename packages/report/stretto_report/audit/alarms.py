@@ -64,15 +64,18 @@ _WAITING = 0.5  # share of the time that a trainer works at most, if it waits fo
 _FEWEST = 8  # undecided completions of an evaluation; fewer may be chance
 _SILENT_BATCHES, _SILENT_GROUPS = 4, 32  # filtered without one that is kept
 _READ = 4  # completions that are read, of each that an alarm needs
-#: For each filter: how many completions it refused since the newest kept group, and a reason; the most first.
-_FILTERED = """
-    WITH newest AS (
-        SELECT group_key, state, reason FROM trajectories WHERE state IN ('trained', 'buffered', 'filtered')
+#: Key and group of the newest completion that was kept, among the newest; a run that is well has it at once.
+_KEPT = """
+    SELECT key, group_key FROM (
+        SELECT key, group_key, state FROM trajectories WHERE state IN ('trained', 'buffered', 'filtered')
         ORDER BY key DESC LIMIT ?
-    )
-    SELECT count(*), max(reason) FROM newest
-    WHERE group_key > coalesce((SELECT max(group_key) FROM newest WHERE state != 'filtered'), -1)
-    GROUP BY substr(reason, 1, instr(reason, ': ')) ORDER BY 1 DESC, 2
+    ) WHERE state != 'filtered' LIMIT 1
+"""
+#: For each filter: how many completions it refused since then, and a reason; the most first.
+_FILTERED = """
+    SELECT count(*), max(reason) FROM (
+        SELECT reason FROM trajectories WHERE state = 'filtered' AND key > ? AND group_key > ? ORDER BY key DESC LIMIT ?
+    ) GROUP BY substr(reason, 1, instr(reason, ': ')) ORDER BY 1 DESC, 2
 """
 
 
@@ -432,7 +435,9 @@ def filtered_in(connection: sqlite3.Connection, many: float) -> tuple[int, str]:
     are read, so that the time does not grow with the run."""
     if not many < _LARGEST / _READ:  # NaN too
         return 0, ""
-    found: list[tuple[int, str]] = connection.execute(_FILTERED, (int(_READ * many),)).fetchall()
+    most = int(_READ * many)
+    key, group = connection.execute(_KEPT, (most,)).fetchone() or (-1, -1)
+    found: list[tuple[int, str]] = connection.execute(_FILTERED, (key, group, most)).fetchall()
     return sum(count for count, _ in found), found[0][1] if found else ""
 
 

@@ -257,6 +257,7 @@ class Recorder:
     def filtered(self, groups: int, why: str) -> None:
         """Log that `groups` groups were filtered since the last batch: perhaps no batch will ever be complete. `why`:
         the filter that refused the most of them (`most_often`)."""
+        self._ledger.flush()  # the alarm about it reads the ledger
         said = f"{several(groups, 'group was', 'groups were')} filtered since the last batch"
         self._reporter.say(f"{said}{why}: see the filters of [rollout]")
 

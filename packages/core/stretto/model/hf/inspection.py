@@ -203,8 +203,10 @@ def _dtype_of(tensors: Iterable[TensorHeader]) -> str:
 def eos_token_ids(folder: Path, id_of: Callable[[str], int | None] | None = None) -> tuple[int, ...]:
     """Return the ids of the end-of-sequence tokens: those of the generation config, else of the config, and then the
     tokenizer's, at which vLLM stops too: some fine-tunes name the end of a turn there alone. Empty if none names one.
-    They are not checked against the vocabulary. `id_of`: id of a token; None: tokenizer.json is read for it."""
-    given = (_read_json(folder / name, []).get("eos_token_id") for name in ("generation_config.json", "config.json"))
+    They are not checked against the vocabulary, but the tokenizer's counts only if the model has such a token. `id_of`:
+    id of a token; None: tokenizer.json is read for it."""
+    config = _read_json(folder / "config.json", [])
+    given = (one.get("eos_token_id") for one in (_read_json(folder / "generation_config.json", []), config))
     found: Any = next((one for one in given if one is not None), [])
     named = tuple(found) if isinstance(found, list) else (found,)
     token = _read_json(folder / "tokenizer_config.json", []).get("eos_token")
@@ -212,7 +214,8 @@ def eos_token_ids(folder: Path, id_of: Callable[[str], int | None] | None = None
     own = None
     if isinstance(text, str):
         own = (id_of or _vocabulary(_read_json(folder / "tokenizer.json", [])).get)(text)
-    return named if own is None or own in named else (*named, own)
+    size = config.get("vocab_size")
+    return named if own is None or own in named or (type(size) is int and own >= size) else (*named, own)
 
 
 def _read_json(file: Path, problems: list[Problem]) -> dict[str, Any]:
