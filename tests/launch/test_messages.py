@@ -247,7 +247,9 @@ def test_a_dry_run_refuses_a_run_folder_as_a_start_does_and_makes_nothing(
 def test_of_a_full_disk_that_of_the_file_is_named_however_full_others_are(tmp_path: Path) -> None:
     for place in (tmp_path, SHARED):
         told = train._room_needed(f"{place}/gone/x cannot be written: No space left on device", tmp_path)
-        assert f"; of the disk of {place} " in told
+        told_free = re.search(rf"; of the disk of {place} ([\d.]+) MiB are free", told)
+        assert told_free is not None
+        assert float(told_free[1]) == pytest.approx(shutil.disk_usage(place).free / 2**20, rel=0.05)
 
 
 class DiskFull(FreshSpawner):

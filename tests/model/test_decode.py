@@ -118,7 +118,7 @@ def test_a_layer_reads_no_further_back_than_its_window() -> None:
 
 
 def test_a_filler_passes_no_learned_position() -> None:
-    """25 tokens are filled up, and OPT has 16 positions."""
+    """The filler has 25 tokens, and this OPT 16 positions."""
     learned = {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 16}
     rows = Rows(*twins("opt", 2, 2, learned), rows=41)
     assert rows.step(*(rows.enter(15, row) for row in range(41))) < EXACT

@@ -267,7 +267,7 @@ async def test_without_a_free_descriptor_a_client_of_the_engines_interface_is_to
 
 
 def test_neither_a_reader_that_ends_nor_idle_clients_keep_a_server_from_replacing_its_engine(byte_folder: Path) -> None:
-    """Its name, which the terminal cannot show, is shown with escapes."""
+    """A name that the terminal cannot show is shown with escapes."""
     poor = ("sh", "-c", 'ulimit -n 128; PYTHONIOENCODING=ascii exec "$@"', "sh")
     with serve_cold(byte_folder, "--name", "bär", before=poor) as running, ExitStack() as idle:
         assert running.said[0].startswith("b\\u00e4r: ")

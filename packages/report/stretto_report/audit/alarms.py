@@ -15,6 +15,7 @@ import shutil
 import sqlite3
 import tomllib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -64,18 +65,10 @@ _WAITING = 0.5  # share of the time that a trainer works at most, if it waits fo
 _FEWEST = 8  # undecided completions of an evaluation; fewer may be chance
 _SILENT_BATCHES, _SILENT_GROUPS = 4, 32  # filtered without one that is kept
 _READ = 4  # completions that are read, of each that an alarm needs
-#: Key and group of the newest completion that was kept, among the newest; a run that is well has it at once.
-_KEPT = """
-    SELECT key, group_key FROM (
-        SELECT key, group_key, state FROM trajectories WHERE state IN ('trained', 'buffered', 'filtered')
-        ORDER BY key DESC LIMIT ?
-    ) WHERE state != 'filtered' LIMIT 1
-"""
-#: For each filter: how many completions it refused since then, and a reason; the most first.
-_FILTERED = """
-    SELECT count(*), max(reason) FROM (
-        SELECT reason FROM trajectories WHERE state = 'filtered' AND key > ? AND group_key > ? ORDER BY key DESC LIMIT ?
-    ) GROUP BY substr(reason, 1, instr(reason, ': ')) ORDER BY 1 DESC, 2
+#: The newest completions whose group is decided, the newest first.
+_DECIDED = """
+    SELECT group_key, state, reason FROM trajectories WHERE state IN ('trained', 'buffered', 'filtered')
+    ORDER BY key DESC LIMIT ?
 """
 
 
@@ -435,10 +428,15 @@ def filtered_in(connection: sqlite3.Connection, many: float) -> tuple[int, str]:
     are read, so that the time does not grow with the run."""
     if not many < _LARGEST / _READ:  # NaN too
         return 0, ""
-    most = int(_READ * many)
-    key, group = connection.execute(_KEPT, (most,)).fetchone() or (-1, -1)
-    found: list[tuple[int, str]] = connection.execute(_FILTERED, (key, group, most)).fetchall()
-    return sum(count for count, _ in found), found[0][1] if found else ""
+    refused, kept = list[tuple[int, str]](), -1
+    for group, state, reason in connection.execute(_DECIDED, (int(_READ * many),)):
+        if state != "filtered":  # in a run that is well one of the first
+            kept = group
+            break
+        refused.append((group, reason))
+    reasons = [reason for group, reason in refused if group != kept]
+    named = Counter(reason.partition(": ")[0] for reason in reasons).most_common(1)
+    return len(reasons), next((one for one in reasons if one.partition(": ")[0] == named[0][0]), "")
 
 
 def disk_of(folder: Path) -> Disk | None:

@@ -118,7 +118,7 @@ class EnginePool:
         return self._engines[name]
 
     async def suspect_silent(self) -> None:
-        """Suspect those engines that take requests and are `silent` when asked; `supervise` replaces them."""
+        """Ask the engines that take requests; mark those that do not reply (`silent`), which `supervise` replaces."""
         asked = {name: engine.client for name, engine in self._engines.items() if engine.takes}
         for name in await silent(asked, self._deadlines) & self._engines.keys():
             self._engines[name].suspect()
