@@ -46,12 +46,11 @@ def errors(
 
 
 def assert_whole(run: Run) -> None:
-    """Sixteen completions of all their tokens, sampled by four versions that never go back."""
+    """Sixteen completions of all their tokens, whose versions never go back."""
     assert len({(c.request, c.member) for c in run.completions}) == len(run.completions) == 16
     for completion in run.completions:
         assert len(completion.token_ids) == len(completion.behavior_logprobs) == len(completion.versions) == LENGTH
         assert all(before <= after for before, after in pairwise(completion.versions))
-    assert sum(len(set(completion.versions)) for completion in run.completions) > 2 * 16
 
 
 def test_after_recomputing_updates_every_token_has_the_logprob_of_its_version(server: RealServer) -> None:

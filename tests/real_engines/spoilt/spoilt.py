@@ -5,10 +5,12 @@ none where there is no such file. The environment has its path, `SPOILT`.
     still      the first tensor takes for ever
     old        nothing is loaded, and the server says that it was
     flipped T  behind the load a bit of a tensor flips in memory
+    paced S    loads are well; each step of all requests takes S seconds more, so that none ends before an update
 
 vLLM's worker is extended by `Loader`; SGLang finds `loaded` by the entry point beside this file."""
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 
 _SGLANG = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+_SGLANG_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _ADVANCE, _HONEST = import_module("advance"), import_module("vllm_extension")
 
 
@@ -34,6 +37,15 @@ def loaded() -> None:
     hooks = import_module("sglang.srt.plugins.hook_registry")
     for load in ("update_weights_from_disk", "load_weights_from_distributed"):
         hooks.HookRegistry.register(f"{_SGLANG}.{load}", sglang_load, hooks.HookType.AROUND)
+    hooks.HookRegistry.register(f"{_SGLANG_RUNNER}.forward", paced, hooks.HookType.AROUND)
+
+
+def paced(step: Callable[..., Any], *given: Any, **more: Any) -> Any:
+    """In place of a step of all requests."""
+    match how():
+        case ["paced", seconds]:
+            time.sleep(float(seconds))
+    return step(*given, **more)
 
 
 def sglang_load(load: Callable[..., tuple[bool, str]], updater: Any, *given: Any, **more: Any) -> tuple[bool, str]:
@@ -59,6 +71,9 @@ def held_up(advance: Any, size: int, add: Any = _ADVANCE.Advance.add) -> None:
 
 
 _ADVANCE.Advance.add = held_up
+if vllm := sys.modules.get("vllm.v1.worker.worker_base"):
+    _step = vllm.WorkerWrapperBase.execute_model
+    vllm.WorkerWrapperBase.execute_model = lambda *given: paced(_step, *given)
 
 
 class Loader(_HONEST.Loader):  # type: ignore[misc,name-defined]  # of a module that is imported by its name
