@@ -6,8 +6,8 @@
 Each command ends by itself: it has a mistake in a path or in a key, or does little. CPU seconds (user and system, of
 the command and the processes that it waited for) are reported, because wall seconds depend on other work of the
 machine. They are medians, because other work evicts caches. A command with an unexpected exit code stops the benchmark.
-Results of the same name are replaced; other results stay. Of `stretto train`, which begins a run, the seconds until its
-first line are taken; it is killed then.
+Results of the same name are replaced; other results of this processor stay. Of `stretto train`, which begins a run, the
+seconds until its first line are taken; it is killed then.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import msgspec
-
-from benchmarks.report import RESULTS, Table, save
+from benchmarks.report import Table, earlier, save
 from benchmarks.watch import make_run
 
 _RECIPE = str(Path(__file__).parents[1] / "recipes" / "arithmetic.toml")
@@ -129,8 +126,7 @@ def main() -> None:
     parser.add_argument("--name", default="now", help="under which the result is kept beside others")
     parser.add_argument("--times", type=int, default=5, help="that each command is run")
     words = parser.parse_args()
-    path = RESULTS / "commands.json"
-    before: dict[str, Any] = msgspec.json.decode(path.read_bytes())["results"] if path.exists() else {}
+    before = earlier("commands")
     before.pop(words.name, None)  # the newest is the last
     results = {**before, words.name: {"load": round(os.getloadavg()[0], 1), "commands": measured(words.times)}}
     table = Table("measured", "command", "times", "CPU s, median", "most")

@@ -99,6 +99,15 @@ def save(name: str, results: object) -> Path:
     return path
 
 
+def earlier(name: str) -> dict[str, Any]:
+    """Results of `name` that were measured on this machine's processor, by their names; empty if there are none."""
+    path = RESULTS / f"{name}.json"
+    if not path.exists() or _processor(path) != _slug(machine().processor):
+        path = RESULTS / f"{name}.{_slug(machine().processor)}.json"
+    found: dict[str, Any] = json.loads(path.read_text())["results"] if path.exists() else {}
+    return found
+
+
 def _processor(path: Path) -> str:
     """Slug of the processor on which a result was measured."""
     return _slug(json.loads(path.read_text())["machine"]["processor"])

@@ -29,10 +29,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from benchmarks.cluster import JOINED
-from benchmarks.report import RESULTS, Table, save
+from benchmarks.report import Table, earlier, save
 from stretto.core.machine import cache_folder
 from stretto_cluster.ranks.messages import RANK_ROLE
 from stretto_report.audit.check import check_run
@@ -219,9 +217,7 @@ def main() -> None:
     parser.add_argument("--resumes", type=int, default=5)
     parser.add_argument("--times", type=int, default=3, help="that each role is killed")
     words = parser.parse_args()
-    path = RESULTS / "restarts.json"
-    before = msgspec.json.decode(path.read_bytes())["results"] if path.exists() else {}
-    results = {**before, words.name: measured(words.resumes, words.times)}
+    results = {**earlier("restarts"), words.name: measured(words.resumes, words.times)}
     show(results)
     save("restarts", results)
 
