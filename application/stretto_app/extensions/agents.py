@@ -48,7 +48,7 @@ class RunGateway:
         self._open, self._address = contextlib.AsyncExitStack(), ""
 
     async def start(self) -> None:
-        """Start the HTTP server, and write its address into the run folder.
+        """Start the HTTP server, and write its address into the run folder, if the run has one, and into its log.
 
         Raises:
             RecipeError: the address cannot be bound, or is reachable from the network without a key.

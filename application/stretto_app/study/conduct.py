@@ -59,7 +59,7 @@ class RunOutcome(Record, frozen=True):
 
     @property
     def generated_per_second(self) -> float:
-        """Generated tokens per second."""
+        """Generated tokens per second; 0 if no second was counted."""
         return self.generated_tokens / self.seconds if self.seconds > 0 else 0.0
 
     def seconds_to(self, accuracy: float) -> float | None:

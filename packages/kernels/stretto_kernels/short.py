@@ -120,7 +120,8 @@ def _ask(address: Any, index: Any, scale: Any, row: Any, half: Any) -> None:
 
 @inlined
 def _move(mixed: Any, scale: Any, out: Any, index: Any, row: Any, half: Any) -> None:
-    """Write the numbers at `mixed`, scaled, to `out` as head `index` of all heads of all tokens. `row`: gets them."""
+    """Write the float32 numbers at `mixed`, times `scale`, to `out` as head `index` of all heads of all tokens; `half`:
+    as bfloat16. `row`: room for them, one head wide."""
     _ask(mixed, 0, scale, row, False)
     store(out, U(index * len(row)), row, half)
 

@@ -299,7 +299,8 @@ class GroupScheduler:
             self._controller.expire(ticket)
 
     def _check_newest(self) -> None:
-        """Raise RunFolderError if the ledger is closed, or another scheduler uses it now."""
+        """Raise RunFolderError if the ledger is closed, or another scheduler uses it now. Without a ledger do
+        nothing."""
         if self._ledger is None:
             return
         self._ledger.check_open()

@@ -186,8 +186,8 @@ class LocalTrainer:
 
     @property
     def gradient(self) -> Gradient:
-        """The gradient that `optim_step` will use: a tensor or None for each trained parameter. It is not copied; None:
-        no loss was added yet. Can be set to such a list, in the model's order."""
+        """The gradient that `optim_step` will use: for each trained parameter, in the model's order, its tensor (not a
+        copy), or None while no loss was added. Can be set to such a list."""
         return gradient_of(self._learner.model)
 
     @gradient.setter

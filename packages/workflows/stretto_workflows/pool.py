@@ -172,8 +172,8 @@ class WorkflowPool:
             self._changed.set()
 
     async def _chosen(self, fits: Callable[[WorkflowProcess], bool]) -> WorkflowProcess:
-        """Wait for a worker for which `fits` is true; returns the one with the fewest trajectories. No deadline: each
-        trajectory has its own. Raises the error that has ended the pool."""
+        """Wait for a worker for which `fits` is true, and which is not reserved for a suspect; returns the one with the
+        fewest trajectories. No deadline: each trajectory has its own. Raises the error that has ended the pool."""
         with waiting("conductor", "a workflow process with room", self.config.deadline):
             while True:
                 if self._failure is not None:

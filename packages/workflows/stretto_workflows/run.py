@@ -27,8 +27,9 @@ class RunWorkflows(WorkflowPool):
     def __init__(
         self, plan: Plan, config: WorkflowConfig, log: Path, folder: RunFolder | None, say: Callable[[str], None]
     ) -> None:
-        """Start nothing yet (see `WorkflowPool.start`). `log`: log file of the processes. `folder`: the run folder;
-        None: an evaluation without a run. `say` is called with a sentence for each worker that is replaced."""
+        """Set up the pool of worker processes of a run or evaluation; `WorkflowPool.start` starts them. `log`: their
+        log file. `folder`: the run folder; None: an evaluation without a run. `say` is called with a sentence for each
+        worker that is replaced."""
         run = "" if folder is None else folder.mark
         super().__init__(config, log, hung=plan.recipe.deadlines.hung, say=say, run=run)
         self._plan = plan

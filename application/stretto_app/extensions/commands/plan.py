@@ -149,7 +149,7 @@ def rank_share(one: LayoutPrediction) -> float:
 
 
 def named(one: LayoutPrediction) -> str:
-    """Short description of a layout: engines, their size, ranks, and seconds of a step."""
+    """Short description of a layout: engines, the devices of each if it has several, ranks, and seconds of a step."""
     of = f" of {one.tensor}" if one.tensor > 1 else ""
     return f"{several(one.engines, 'engine')}{of}, {several(one.ranks, 'rank')}, {one.step_seconds:,.3g} s a step"
 

@@ -117,7 +117,8 @@ class RankOrders:
         return reader, writer
 
     async def _lead_to_store(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward a connection from torch, on this machine, to rank 0's store."""
+        """Forward a connection from torch, on this machine, to rank 0's store. If that cannot be reached, write why to
+        stderr, and close the connection."""
         try:
             far = await self._reach(RankIntroduction(rank=self._spec.rank, to_store=True))
         except (StrettoError, OSError) as error:  # torch says that its connection was lost; this is why

@@ -210,8 +210,9 @@ class RemoteEngine:
             self.break_off()
 
     async def _abort(self) -> NoReturn:
-        """Loop: make the engine abort the requests that clients have left; repeated until the engine has replied.
-        While requests are open, it is also called without any to abort: an engine that hangs still sends heartbeats."""
+        """Loop: make the engine abort the requests that clients have left; repeated until the engine has replied. While
+        requests are open, the engine is asked even with none to abort: this notices an engine that hangs, whose
+        heartbeats go on."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._seconds / _LOOKS):

@@ -102,8 +102,9 @@ def triton_version() -> str:
 
 
 def reads_ragged(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels can be used for KV entries of this dtype on this device: a GPU of Ampere or newer, and heads
-    of `head_dim` numbers that take a multiple of 16 bytes. False in Triton's interpreter."""
+    """Whether the kernels can be used for KV entries of this dtype on this device: bfloat16, float16 or float32 on a
+    GPU of Ampere or newer, and heads of `head_dim` numbers that take a multiple of 16 bytes. False in Triton's
+    interpreter."""
     return launches_on(device) and dtype in DTYPES and head_dim * dtype.itemsize % _ALIGNED == 0
 
 

@@ -119,7 +119,7 @@ def _asked(settings_R5: tl.tensor, row: tl.tensor, size: tl.tensor) -> Any:
 
 @kernel
 def _ranked(settings_R5: tl.tensor, row: tl.tensor, top: tl.tensor) -> tl.tensor:
-    """Whether a row has top-k or top-p, and is a distribution (`_top`)."""
+    """Whether row number `row` has top-k or top-p, and its largest logit `top` is above minus infinity (see `_top`)."""
     given = (tl.load(settings_R5 + row * 5 + 2) > 0.0) | (tl.load(settings_R5 + row * 5 + 3) < 1.0)
     return given & (top > float("-inf"))
 

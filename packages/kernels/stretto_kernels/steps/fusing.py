@@ -71,7 +71,8 @@ class _Fusing:
         self._graph, self._constants, self._dtype, self._calls = graph, constants, dtype, calls
 
     def norm(self, node: Node) -> None:
-        """Replace the RMS norm whose result is `node`, if it is one, together with an addition before it."""
+        """Replace the RMS norm whose result is `node`, if it is one, by one call; an addition that gives its input
+        becomes a part of the call."""
         if (found := self._norm(node)) is None:
             return
         with self._graph.inserting_before(node):

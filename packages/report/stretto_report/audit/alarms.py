@@ -321,7 +321,8 @@ class AlarmWatch:
         return self.findings().alarms
 
     def findings(self) -> AlarmReport:
-        """Run all alarms on the measurements so far and the disk as it is now."""
+        """Run all alarms on the measurements so far, and on the disk and the ledger's filtered groups as they are
+        now."""
         found = dataclasses.replace(self._evidence(), undecided_reason=self._undecided_reason)
         disk, filtered = disk_of(self._folder), filtered_of(self._folder, found.many)
         return findings_of(dataclasses.replace(found, evaluations=self._evaluations, disk=disk, filtered=filtered))

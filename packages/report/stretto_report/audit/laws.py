@@ -232,7 +232,7 @@ def _incomplete(
 
 def every_token_has_its_engine(history: History) -> Iterator[str]:
     """Law, yielding a sentence for each breach: Each engine that sampled a token is on the run's roster. The engines of
-    a trajectory sampled as many tokens as it has."""
+    a trajectory sampled as many tokens as it has; one without recorded engines is not checked."""
     for one in history.trajectories:
         yield from (
             f"{one.id} has tokens of {name}, which is not on the roster"

@@ -128,9 +128,10 @@ def broken_rows(connection: sqlite3.Connection, changes: int) -> Iterator[str]:
 
 
 def noted_files(folder: Path, steps: Sequence[int], running: bool) -> Iterator[str]:
-    """Yield a note for each file of a run that is missing or not whole, and for steps and evaluations that lack lines.
-    `steps`: numbers of the published steps; no file need exist before the first. `running`: whether the run is still
-    writing: its last lines may be incomplete, and its evaluations are not checked."""
+    """Yield a note for each file of a run that is missing, ends within a line, or has unreadable or repeated lines, and
+    for steps and evaluations that lack lines. `steps`: numbers of the published steps; no file need exist before the
+    first. `running`: whether the run is still writing: its last lines may be incomplete, and its evaluations are not
+    checked."""
     if steps:
         yield from (f"{name} does not exist" for name in _FILES if not (folder / name).exists())
     found = {name: _read_series(folder / name) for name in _SERIES}

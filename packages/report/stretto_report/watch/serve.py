@@ -28,7 +28,7 @@ _KEEP_ALIVE_SECONDS = 30
 
 
 class _WatchServer(HttpServer):
-    """HTTP server whose normal end is a signal, which is not raised again."""
+    """HTTP server that a signal ends at once, with all open connections. The signal is not raised again."""
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.should_exit = self.force_exit = True

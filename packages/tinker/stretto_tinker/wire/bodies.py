@@ -29,7 +29,7 @@ class _Typed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OpenSession(_Typed, frozen=True):
-    """Body of ``create_session``. `display_name`: what the client calls it. `project_id`: refused if it is not None"""
+    """Body of ``create_session``. `display_name`: what the client calls it. `project_id`: refused if it is not None."""
 
     tags: list[str] = []
     user_metadata: Metadata = None

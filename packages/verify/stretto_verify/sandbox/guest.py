@@ -219,7 +219,7 @@ class Guest:
         os.close(_FIRST_FREE - 1)
 
     def _map_user(self) -> None:
-        """Map the user to itself in the user namespace."""
+        """Map the guest's user and group to themselves in its new user namespace, where other groups cannot be set."""
         user, group = self._ids
         self._tell_proc("setgroups", "deny")
         self._tell_proc("uid_map", f"{user} {user} 1")

@@ -119,7 +119,8 @@ class Interpreter:
         return [path for path in found if path.is_dir() and not path.is_symlink()]
 
     def usable_by(self, uid: int | None) -> bool:
-        """Whether the user `uid` can read this interpreter (None: the user of this process)."""
+        """Whether this interpreter can be used by the user `uid`: everybody must be able to read it. None: by the user
+        of this process."""
         try:
             if uid is None:
                 return all(os.access(path, os.R_OK | os.X_OK) for path in (self.executable, self.libraries[0]))

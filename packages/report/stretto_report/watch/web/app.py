@@ -102,7 +102,8 @@ class Dashboard:
     use, which `close` ends."""
 
     def __init__(self, catalog: Catalog, replays: Replays | None = None) -> None:
-        """Start the two threads. `catalog`: the runs that are served. `replays`: None: replays are forbidden."""
+        """Start two threads: one reads runs for pages, one compares runs. `catalog`: the runs that are served.
+        `replays`: starts replays that a page asks for; None: they are forbidden."""
         self._catalog, self._replays = catalog, replays or Replays(None)
         self._reader = ReadingThread("watch-reader")
         self._comparer = ReadingThread("watch-comparer")  # a comparison of long runs takes minutes

@@ -208,7 +208,7 @@ def _atom(content: str) -> str:
 
 def with_unit(content: str, after: str) -> str:
     r"""The content of a box, or a number, with the unit, base or magnitude ("million") that the text after it begins
-    with; unchanged if there is none.
+    with; unchanged if there is none, or the content does not end with a digit.
 
     >>> with_unit("5", " days a week"), with_unit("5", " apples"), with_unit("60", " km/h.")
     ('5\\text{ days}', '5', '60\\text{ km/h}')

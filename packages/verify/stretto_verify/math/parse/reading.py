@@ -363,7 +363,8 @@ def _places(decimal: Number) -> int:
 
 
 def _side(text: str) -> Node:
-    """Parse a side before the last. Text that cannot be read becomes words, since it only names the last side."""
+    """Parse a side before the last. A call (``f(x)``) and text that cannot be read become words, since they only name
+    the last side."""
     try:
         return Words(text) if _CALL.fullmatch(text) else node(text)
     except Unreadable:
