@@ -227,7 +227,7 @@ def _pack(weight: Any, out: Any, depth: Any, width: Any, kind: Any) -> None:
 @inlined
 def _cut(numbers: Any, out: Any, rows: Any, width: Any, start: Any, half: Any) -> None:
     """Copy `rows` rows of WIDE numbers, without the columns beyond the end, to the columns from `start` on of rows of
-    `width` numbers. `numbers` and `out`: addresses of both."""
+    `width` numbers. `numbers` and `out`: addresses of both; `half`: of bfloat16 numbers, else of float32."""
     narrow, narrow_outs = halves(numbers, rows * WIDE), halves(out, rows * width)
     wide, outs = floats(numbers, rows * WIDE), floats(out, rows * width)
     for row in range(U(rows)):

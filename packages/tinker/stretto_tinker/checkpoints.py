@@ -129,7 +129,7 @@ def size_of(folder: Path) -> int:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Files of a folder, by their relative paths."""
+    """Files of a folder and its sub-folders, by their paths relative to it."""
     return {str(file.relative_to(folder)): file for file in sorted(folder.rglob("*")) if file.is_file()}
 
 

@@ -31,7 +31,7 @@ _MEANING = {
 
 
 class Counters:
-    """Counters of a server's requests and tokens."""
+    """Counters of a server's requests and tokens, and sums of their latencies."""
 
     def __init__(self) -> None:
         self._requests: Counter[tuple[str, int]] = Counter()

@@ -90,7 +90,8 @@ class _Fusing:
             old.replace_all_uses_with(new)
 
     def rotate(self, node: Node) -> None:
-        """Replace the rotary embedding whose result is `node`, if it is one, together with a norm before it."""
+        """Replace the rotary embedding whose result is `node`, if it is one, by one call; a norm of its heads becomes a
+        part of the call."""
         if (parts := _call(node, "add")) is None or not all(isinstance(part, Node) for part in parts):
             return
         plain, turned = (_call(part, "mul") for part in parts)

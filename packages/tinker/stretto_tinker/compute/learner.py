@@ -131,7 +131,7 @@ class Learner:
         return {"grad_norm": norm}
 
     def clear(self) -> None:
-        """Set the accumulated gradient to zero."""
+        """Drop the accumulated gradient: afterwards no parameter has one."""
         self._adamw.zero_grad(set_to_none=True)
 
     def digest(self) -> str:

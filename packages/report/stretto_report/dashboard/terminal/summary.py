@@ -222,7 +222,8 @@ def _goodput(inspection: Inspection, hidden: Collection[str]) -> Rows:
 
 
 def _cores(inspection: Inspection) -> Rows:
-    """Yield what the run's cores did, if it is on record: trained tokens, then the other parts, the largest first."""
+    """Yield what the run's cores did, if it is on record: trained tokens, then the other parts, the largest first,
+    without tiny ones."""
     cores = inspection.cores or {}
     whole = sum(cores.values())
     uses = sorted(cores, key=lambda use: (use != TRAINED, -cores[use]))
