@@ -204,8 +204,8 @@ class Cluster(Machines):
             raise
 
     def _remember(self, epoch: int, address: str) -> None:
-        """Record in ``join.json`` that a newer conductor (`epoch`) at `address` has the run, to refuse a resume of this
-        folder."""
+        """Record in ``join.json``, unless another process has taken the folder, that a newer conductor (`epoch`) at
+        `address` has the run, to refuse a resume of this folder."""
         before = _with(self.identity.before, address)
         identity = msgspec.structs.replace(self.identity, before=before, superseded=epoch)
         if self.folder.is_ours():

@@ -55,7 +55,8 @@ class Workflow(abc.ABC):
     needs_chat_template: str = ""
 
     def words(self) -> Sequence[str]:
-        """Fixed texts that the workflow sends to the model. A run is refused if the tokenizer cannot encode them."""
+        """Fixed texts that the workflow sends to the model; by default none. A run is refused if the tokenizer cannot
+        encode them."""
         return ()
 
     @abc.abstractmethod

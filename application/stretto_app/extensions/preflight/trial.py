@@ -251,8 +251,8 @@ def _name(part: str | Section) -> str:
 
 
 def _faults(place: str, name: str, trial: Callable[[], Iterator[str]]) -> list[Problem]:
-    """Run the trial of a part in a thread; returns the problems, at most three. If the trial does not return within 10
-    seconds, that is the problem, and the thread is abandoned.
+    """Run the trial of a part in a thread; returns the problems, at most three; an exception of the trial is one. If
+    the trial does not return within 10 seconds, that is the problem, and the thread is abandoned.
 
     Args:
         place: recipe key.

@@ -307,7 +307,7 @@ def _cut(
 def _least(
     settings_R5: tl.tensor, cutoffs_R: tl.tensor, row: tl.tensor, top: tl.tensor, FILTERS: tl.constexpr
 ) -> tl.tensor:
-    """The least logit, as an ordered integer, that the filters of a row leave."""
+    """The least logit, as an ordered integer, that the filters of a row leave; without `FILTERS` below every logit."""
     if FILTERS:
         least = tl.maximum(tl.load(cutoffs_R + row), _ordered(top + tl.load(settings_R5 + row * 5 + 4).to(tl.float32)))
     else:
