@@ -132,8 +132,8 @@ class MemberThread:
             self._end.send(MemberEnded(self._run, failure=failure))
 
     async def _ended(self) -> MemberEnded:
-        """Run the workflow to its end. Any exception of the user's code, SystemExit included, becomes the reason of a
-        failure. Raises ConductorGone if the conductor has ended."""
+        """Run the workflow to its end, unless it was given up before it began. Any exception of the user's code,
+        SystemExit included, becomes the reason of a failure. Raises ConductorGone if the conductor has ended."""
         if self._given_up:
             return MemberEnded(self._run)
         try:

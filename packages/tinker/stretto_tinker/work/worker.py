@@ -322,8 +322,8 @@ class Worker:
         self._fail(asked, why, category)
 
     def _settle(self, asked: Asked, write: Callable[[], None]) -> None:
-        """Record the outcome of a request with `write`, and wake its client. If the record cannot be written, tries
-        again every second until it can, or the worker stops. A result that is too large fails the request."""
+        """Record the outcome of a request with `write`, and wake its client. While the record cannot be written, tries
+        again each second, until the worker stops. A result too large fails the request, and unloads its model."""
         while True:
             try:
                 write()
