@@ -398,6 +398,12 @@ def _conductor(results: dict[str, Any]) -> list[Row]:
     return [made(row) for row in at_once if row["setting"]["engines"] == most]
 
 
+_JOINED = {
+    "agent": "a machine that joins with an engine, to the second step after it is there",
+    "rank": "a killed rank of the trainer, with those of the trainer that replaces its own",
+}
+
+
 def _restarts(results: dict[str, Any]) -> list[Row]:
     """Costs as the code was measured last; beside them the first ones of this machine, if there are earlier ones."""
     sides = list(results.values())
@@ -415,6 +421,7 @@ def _restarts(results: dict[str, Any]) -> list[Row]:
             ratio,
         ),
         Row(f"″ of a killed {', '.join(own)} to the second step after", replaced),
+        *(Row(f"″ of {what}", f"{roles[name]['cpu']:.1f}") for name, what in _JOINED.items() if name in roles),
     ]
 
 
