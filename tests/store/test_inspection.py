@@ -20,7 +20,7 @@ from stretto.core.canary import CANARY, CanaryRecord, Proof
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Outcome, State, Verdict
 from stretto.store.inspection import WeightsSummary
-from stretto.store.ledger.schema import PAGE
+from stretto.store.ledger.schema import PAGE, once_at_rest, reading
 from stretto.store.run_folder import RunFolder
 from stretto.store.totals import CATEGORIES, ENGINES, TOTALS, Carried, Membership, Totals
 from stretto_report.reading.export import export_run, read_trajectories
@@ -252,6 +252,26 @@ def test_a_page_of_zeros_is_refused_by_name(flipped: tuple[Path, bytes]) -> None
             inspect_run(folder)
         with pytest.raises(StoreError, match=r"ledger\.sqlite: "):
             list(read_trajectories(folder))
+
+
+def test_a_run_that_begins_to_write_while_its_ledger_is_read_is_read_again(tmp_path: Path, make: Make) -> None:
+    """A ledger that nobody writes to is read without locks. An integrity check found an undamaged one damaged when a
+    run was resumed meanwhile."""
+    small_run(tmp_path / "run", make)
+    folder, beginning = RunFolder.open(tmp_path / "run"), ["9.1.0"]
+
+    def read() -> int:
+        with reading(folder.ledger) as connection:
+            before: int = connection.execute("SELECT count(*) FROM groups").fetchone()[0]
+            if beginning:
+                with RunFolder.resume(folder.path), ledger_at(folder.ledger) as ledger:
+                    ledger.issue(beginning.pop(), make.prompt, 3, 1)
+            return before
+
+    with pytest.raises(StoreError, match=r"ledger\.sqlite: a run began to write while it was read: try again"):
+        read()
+    beginning.append("9.2.0")
+    assert once_at_rest(read) == 5
 
 
 def test_an_export_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path, make: Make) -> None:

@@ -119,7 +119,7 @@ def test_an_identity_that_an_earlier_version_kept_is_known(tmp_path: Path) -> No
 
 def test_a_reader_that_pauses_does_not_let_the_log_grow(tmp_path: Path) -> None:
     run = run_at(tmp_path / "run")
-    with ledger_at(run / "ledger.sqlite", flush_seconds=0) as ledger:
+    with RunFolder.resume(run), ledger_at(run / "ledger.sqlite", flush_seconds=0) as ledger:
         rows = read_trajectories(run)
         next(rows)
         sizes = []

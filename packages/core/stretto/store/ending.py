@@ -25,7 +25,7 @@ from stretto.core.records import Record
 from stretto.store import lock
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import fact
-from stretto.store.ledger.schema import reading
+from stretto.store.ledger.schema import once_at_rest, reading
 from stretto.store.run_folder import ORIGIN, Branch, RunFolder
 from stretto.store.series.lines import open_plain
 
@@ -131,8 +131,12 @@ def read_ending(ledger: Path) -> Ending | None:
     it. Raises StoreError if it cannot be read."""
     if not ledger.exists():
         return None
-    with reading(ledger) as connection:
-        return fact(connection, ENDING, Ending)
+
+    def read() -> Ending | None:
+        with reading(ledger) as connection:
+            return fact(connection, ENDING, Ending)
+
+    return once_at_rest(read)
 
 
 def cut(text: str) -> str:

@@ -30,7 +30,7 @@ from stretto.store.inspection import (
     WeightsSummary,
 )
 from stretto.store.ledger.reading import BOUNDS, fact, tokens_on_record
-from stretto.store.ledger.schema import reading
+from stretto.store.ledger.schema import once_at_rest, reading
 from stretto.store.ledger.seals import check_rows
 from stretto.store.run_folder import Branch, RunFolder
 from stretto.store.selection import MEASURES, SELECTION, Bias, SelectionBias
@@ -68,12 +68,15 @@ def inspect_run(path: str | Path) -> Inspection:
         StoreError: the ledger cannot be read, or is damaged.
     """
     folder = RunFolder.open(path)
-    with reading(folder.ledger) as connection:
-        check_rows(connection, folder.ledger)
-        found = inspection_of(connection)
-    found = of_branch(found, branch_of(folder.path))
+    found = of_branch(once_at_rest(lambda: _inspected(folder.ledger)), branch_of(folder.path))
     how = condition(folder.path)
     return msgspec.structs.replace(found, gateway=_gateway(folder), state=how.state, reason=how.reason)
+
+
+def _inspected(ledger: Path) -> Inspection:
+    with reading(ledger) as connection:
+        check_rows(connection, ledger)
+        return inspection_of(connection)
 
 
 def _gateway(folder: RunFolder) -> str | None:

@@ -14,7 +14,7 @@ from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory, Verdict, trajectory_id
 from stretto.store.ledger.partials import UnfinishedMember, read_member
 from stretto.store.ledger.rows import BatchMember, decode_payload
-from stretto.store.ledger.schema import reading
+from stretto.store.ledger.schema import once_at_rest, reading
 from stretto.store.ledger.seals import META, Value, batch_seal, check, find_fact, format_of_step, seal
 from stretto.store.totals import OnRecord
 
@@ -113,16 +113,24 @@ def states_on_record(connection: sqlite3.Connection) -> tuple[dict[str, int], On
 def last_step(path: Path) -> int:
     """The newest step whose batch is committed in the ledger at `path`; 0 if there is none. Raises StoreError if the
     file is missing or damaged."""
-    with reading(path) as connection:
-        found: int = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0]
-        return found
+
+    def read() -> int:
+        with reading(path) as connection:
+            found: int = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0]
+            return found
+
+    return once_at_rest(read)
 
 
 def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
     """Read the fact that `Ledger.put` stored under `name` in the ledger at `path`, as a `kind`; None if there is none.
     Raises StoreError if the file is missing or damaged, a fact in it is damaged, or the value is no `kind`."""
-    with reading(path) as connection:
-        return find_fact(connection.execute(META), path, name, kind)
+
+    def read() -> Value | None:
+        with reading(path) as connection:
+            return find_fact(connection.execute(META), path, name, kind)
+
+    return once_at_rest(read)
 
 
 def fact(connection: sqlite3.Connection, name: str, kind: type[Value]) -> Value | None:

@@ -29,10 +29,11 @@ import shutil
 import sqlite3
 import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.store import lock
@@ -51,6 +52,10 @@ _HEADER, _FRAME = 32, 24
 _MAGIC = {0x377F0682: "<", 0x377F0683: ">"}  # magic number: byte order in which checksums are computed
 
 Sums = tuple[int, int]
+Read = TypeVar("Read")
+#: Why a reader must begin again.
+BEGAN = "a run began to write while it was read: try again"
+_BEGINNINGS = 3
 
 
 def log_of(ledger: Path) -> Path:
@@ -309,14 +314,44 @@ def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connect
 
     Raises:
         StoreError: as `open_for_reading`; or the block raised an error of SQLite, ValueError, TypeError or
-            AssertionError, as reading a damaged value does.
+            AssertionError, as reading a damaged value does; or a run began to write meanwhile.
     """
+    resting = _at_rest(path)
     try:
         with closing(open_for_reading(path, patience)) as connection:
             yield connection
     # A damaged page yields values of unexpected types, and text that is not UTF-8.
-    except (sqlite3.Error, ValueError, TypeError, AssertionError, *UNREADABLE) as error:
+    except (StoreError, sqlite3.Error, ValueError, TypeError, AssertionError, *UNREADABLE) as error:
+        if resting and resting != _at_rest(path):
+            raise StoreError(f"{path}: {BEGAN}") from error
+        if isinstance(error, StoreError):
+            raise
         raise StoreError(f"{path}: cannot be read: {error}") from error
+    if resting and resting != _at_rest(path):
+        raise StoreError(f"{path}: {BEGAN}")
+
+
+def once_at_rest(read: Callable[[], Read]) -> Read:
+    """Result of `read`, which reads a ledger by `reading`. It is called again if a run began to write meanwhile: a
+    ledger to which no run writes is read without locks, so what was read may be of two times."""
+    for _ in range(_BEGINNINGS):
+        try:
+            return read()
+        except StoreError as error:
+            if BEGAN not in str(error):
+                raise
+    return read()
+
+
+def _at_rest(path: Path) -> tuple[int, int] | None:
+    """Time and size of the ledger at `path` if it is read without locks (`_address`), since no run writes to it; None
+    if one does, its log is not empty, or there is no file."""
+    try:
+        found, log = path.stat(), log_of(path)
+        busy = lock.is_held(path.parent) or (log.exists() and log.stat().st_size > 0)
+    except OSError:
+        return None
+    return None if busy else (found.st_mtime_ns, found.st_size)
 
 
 def check_resting_log(path: Path) -> None:
