@@ -174,7 +174,7 @@ class RewardFunctionError(UserError):
 
 
 class RunFolderError(UserError):
-    """A run folder that is missing, in use by another run, or not writable.
+    """A run folder that is missing, in use, not writable, or of another run than the one asked for.
 
     Example::
 

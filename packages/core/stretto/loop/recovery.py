@@ -44,8 +44,9 @@ class Recovery:
 
 
 def seal_start(ledger: Ledger, policy: Path, reference: str | None) -> None:
-    """Record in the ledger the digests of all files that the run starts from: `policy` (the folder of version 0) and
-    `reference` (the folder of the reference model; None: there is none). Raises OSError if a file cannot be read."""
+    """Record in the ledger, and force to disk, the digests of all files that the run starts from: `policy` (the folder
+    of version 0) and `reference` (the folder of the reference model; None: there is none). Raises OSError if a file
+    cannot be read, StoreError if the ledger cannot be written."""
     start = {"policy/v000000": seal_files(policy)}
     if reference is not None:
         start[reference] = seal_files(Path(reference))

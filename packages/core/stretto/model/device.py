@@ -33,8 +33,8 @@ def take_share(share: float) -> None:
 
 
 def copied(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
-    """A copy of an array on a device; on the CPU the array itself. A GPU copies it in the order of its work, and the
-    process does not wait."""
+    """A tensor on a device with the numbers of an array; on the CPU it shares the array's memory. A GPU copies them in
+    the order of its work, and the process does not wait."""
     tensor = torch.from_numpy(array)
     if torch.device(device).type == "cuda" and array.size:
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -156,9 +156,9 @@ class Checkpoints:
                 shutil.rmtree(path)
 
     def continue_at(self, version: int) -> None:
-        """Prepare to save checkpoints from `version` on: newer checkpoints, which must be broken, are renamed
-        (`set_aside_after`). Beside them a new checkpoint would be pruned as the oldest. The caller holds the lock, as
-        for `take_back`.
+        """Prepare to save checkpoints from `version` on: names are restored (`take_back`), and newer checkpoints, which
+        must be broken, are renamed (`set_aside_after`). Beside them a new checkpoint would be pruned as the oldest. The
+        caller holds the lock, as for `take_back`.
 
         Raises:
             RunFolderError: a newer checkpoint is complete; nothing is renamed.

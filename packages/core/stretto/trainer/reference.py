@@ -47,7 +47,8 @@ class ReferencePolicy:
         return self._policy(packed).logprobs  # type: ignore[no-any-return]
 
     def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
-        """Log-probabilities of all sampled tokens, also too old for training, by path id. All ranks must call it."""
+        """Log-probabilities of all sampled tokens of `batch`, those too old for training included, by path id. All
+        ranks must call it."""
         device = self._policy.model.device
         return score_tokens(batch, self._config.micro_batch_tokens, device, self.logprobs, ranks=self._ranks)
 
@@ -66,7 +67,8 @@ class WithoutAdapters:
             return self._learner.logprobs(packed).logprobs
 
     def token_logprobs(self, batch: Batch) -> dict[str, Doubles]:
-        """Log-probabilities of all sampled tokens, also too old for training, by path id. All ranks must call it."""
+        """Log-probabilities of all sampled tokens of `batch`, those too old for training included, by path id. All
+        ranks must call it."""
         config, device = self._learner.config, self._learner.model.device
         return score_tokens(batch, config.micro_batch_tokens, device, self.logprobs, ranks=self._learner.ranks)
 

@@ -63,8 +63,9 @@ class Connection(asyncio.Protocol):
         return not self._lost and self.complete and self._kept and since < idle
 
     def send(self, method: str, path: str, body: bytes, media: str = MSGPACK) -> None:
-        """Send a request, without waiting, and prepare for its response. The previous response must have ended.
-        `media`: media type of the bodies of both."""
+        """Send a request, without waiting, and prepare for its response. The previous response must have ended. On a
+        lost connection nothing is sent, and `read` raises EngineLost. `media`: media type of the request's body, and
+        the one asked for the response's."""
         assert self._transport is not None, "the event loop has connected it"
         self._begin()
         headers = f"accept: {media}\r\ncontent-type: {media}\r\ncontent-length: {len(body)}\r\n"

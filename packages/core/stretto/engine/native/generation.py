@@ -66,7 +66,7 @@ class Feed:
         self.wake = asyncio.Event()
 
     def close(self) -> None:
-        """Let a wait for the next tokens end at once."""
+        """Close the feed: `Generation.next` no longer waits for it. Its requests go on until `Generation.end`."""
         self.closed = True
         self.wake.set()
 

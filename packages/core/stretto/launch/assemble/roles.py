@@ -79,7 +79,7 @@ class Roles:
         process.
 
         Raises:
-            RoleDied: a role has used up its restart budget.
+            RoleDied: a role has used up its restart budget; or another error of `EnginePool.supervise`.
         """
         await gather_or_cancel(self.engines.supervise(), self.trainer.supervise(), self.machines.supervise())
         raise AssertionError("a watcher never ends by itself")

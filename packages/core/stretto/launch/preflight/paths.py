@@ -65,7 +65,8 @@ def check_functions(recipe: Recipe) -> None:
 def _check_function(
     kind: type[UserError], name: str, place: str, what: str, built_in: Mapping[str, str], folder: str | None
 ) -> None:
-    """Call `check_source`, and raise its error as one of the class `kind`."""
+    """Check with `check_source` that the function `name` exists; raise its RecipeError as an error of class `kind`,
+    with the same problems."""
     try:
         check_source(name, place, what, built_in, folder)
     except RecipeError as error:

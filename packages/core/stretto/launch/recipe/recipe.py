@@ -271,10 +271,10 @@ def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
 
 
 def parse_recipe(path: Path, overrides: Overrides = ()) -> dict[str, Any]:
-    """Read a recipe file as nested dicts, with overrides applied and paths absolute, without validation. Where `path`
-    is left out, it becomes the folder of the recipe file if a module that the recipe names is there or nowhere, or a
-    command file is. Raises RecipeError if the file cannot be read or parsed, an override is malformed, or a path cannot
-    exist."""
+    """Read a recipe file as nested dicts, with overrides applied and paths absolute, without validation. A `path` that
+    is left out (of the recipe, ``[rewards]`` or ``[workflow]``) becomes the folder of the recipe file if a module named
+    there is in it or nowhere, or a file of the command is in it. Raises RecipeError if the file cannot be read or
+    parsed, an override is malformed, or a path cannot exist."""
     tree = read_toml(path)
     _resolve_paths(tree, path.parent, f"{path}: ")
     override(tree, overrides)

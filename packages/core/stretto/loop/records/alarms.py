@@ -21,11 +21,11 @@ _SATURATED = 0.9
 
 
 class WatchedSamples:
-    """Logs sampled completions through `say`, and appends them to ``samples.jsonl``: those of one judged group every
-    `seconds` (0: never). Logs alarms.
+    """Logs one or two completions of a judged group every `seconds` (0: never) through `say`, and appends them to
+    ``samples.jsonl``; those of evaluations go to ``held_out.jsonl``. Logs alarms.
 
-    There are two alarms. A completion is undecided: logged once for each kind of reason. No completion has been right
-    so far: logged after 32 groups, then each time their number has doubled.
+    There are two alarms. A completion is undecided: logged once for each kind of reason, of at most 20 kinds. No
+    completion has been right so far: logged after 32 groups, then each time their number has doubled.
     """
 
     def __init__(self, folder: RunFolder, say: Callable[[str], None], seconds: float) -> None:
@@ -40,8 +40,8 @@ class WatchedSamples:
         self._undecided, self._reasons = Counter[str](), dict[str, str]()  # since the last step, by kind of reason
 
     def judged(self, prompt: Prompt, trajectories: Sequence[Trajectory]) -> int:
-        """Log alarms that this judged group causes, and one or two samples of it if they are due; returns the number of
-        its undecided completions. `trajectories`: of the group of `prompt`, with verdicts."""
+        """Log alarms that this judged group causes, and log and store one or two samples of it if they are due; returns
+        the number of its undecided completions. `trajectories`: of the group of `prompt`, with verdicts."""
         self._note_right(trajectories)
         undecided = self._note_undecided(trajectories)
         if trajectories and self._seconds and time.monotonic() >= self._due:

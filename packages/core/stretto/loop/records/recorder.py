@@ -255,8 +255,8 @@ class Recorder:
         self._ledger.flush()
 
     def filtered(self, groups: int, why: str) -> None:
-        """Log that `groups` groups were filtered since the last batch: perhaps no batch will ever be complete. `why`:
-        the filter that refused the most of them (`most_often`)."""
+        """Flush the ledger, and log that `groups` groups were filtered since the last batch: perhaps no batch will ever
+        be complete. `why`: the filter that refused the most of them (`most_often`)."""
         self._ledger.flush()  # the alarm about it reads the ledger
         said = f"{several(groups, 'group was', 'groups were')} filtered since the last batch"
         self._reporter.say(f"{said}{why}: see the filters of [rollout]")
@@ -270,8 +270,8 @@ class Recorder:
     def evaluated(self, evaluation: Evaluation, step: int, name: str = "", asked: str = "") -> None:
         """Append a held-out accuracy, whose evaluation began at `step`, to the metrics, and show it. `name`: name of
         the set of questions; "" for the main set, whose accuracy at step 0 is the run's initial one, and whose last
-        after step 0 is its final one. `asked`: digest of the questions (`asked_of`). If it differs from that of step 0,
-        the initial accuracy cannot be compared, and becomes None."""
+        after step 0 is its final one; both go into the totals in the ledger. `asked`: digest of the questions
+        (`asked_of`). If it differs from that of step 0, the initial accuracy cannot be compared, and becomes None."""
         line = self._evaluation_line(evaluation, step, asked)
         if name:
             self._metrics.append(SetEvaluationLine(**msgspec.structs.asdict(line), name=name))

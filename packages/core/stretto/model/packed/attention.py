@@ -201,8 +201,8 @@ def bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Pac
 
 
 def _flash(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Compute flash attention over the packed row without padding, [T, H, D]. Only for CUDA, half precision, and
-    packings without shared prefixes."""
+    """Compute flash attention over the packed row without padding, [T, H, D]. Only for CUDA, half precision, head
+    widths of `_flash_takes`, and without shared prefixes, soft cap or dropout."""
     boundaries, window = packing.boundaries, rule.window
     # What `torch.nn.attention.varlen` calls; its own layer takes longer than the forward pass of short sequences.
     attended: Tensor = torch.ops.aten._flash_attention_forward(

@@ -34,8 +34,8 @@ def fuse_layers(model: PreTrainedModel) -> int:
 
 def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float) -> Tensor:
     """Compute the causal attention within the sequences of a packed row: query [T, H, D], key and value [T, K, D];
-    returns [T, H, D]. `scaling`: factor of the scores. On a GPU by `attend_tokens`; on a CPU by a compiled loop for
-    short rows, else bucket by bucket."""
+    returns [T, H, D]. `scaling`: factor of the scores. On a GPU by `attend_tokens`; on a CPU by a compiled loop if all
+    sequences are short and 8 divides D, else bucket by bucket."""
     if query.is_cuda:
         return attend_tokens(query, key, value, packing, Rule(scaling=scaling))
     if packing.longest <= LONGEST and query.shape[2] % 8 == 0:

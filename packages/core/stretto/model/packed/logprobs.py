@@ -186,7 +186,7 @@ def pack_tokens(
     sequence the row is one filler token, and nothing is scored, so that a rank without work can run a forward pass.
 
     Raises:
-        ValueError: an empty sequence, or a wanted position without a token before it or in a shared prompt.
+        ValueError: an empty sequence, or a wanted position that is the first, in a shared prompt, or past the end.
     """
     if not sequences:
         sequences, wanted, prompts, targets = [[0]], [()], None, None

@@ -33,10 +33,10 @@ class PathTurn(Record, frozen=True):
 
 
 class PathTokens(Record, frozen=True):
-    """One path (branch) of a trajectory as a token sequence. `places`: positions [S] of its own sampled tokens; the
-    columns after it have a number for each. `turns`: own turns; `turns_before`: number of turns of earlier paths.
-    `engine`: that sampled its newest version's tokens; "": several, or unrecorded. `mixed`: 1 where the context may
-    have KV entries of another version.
+    """One path (branch) of a trajectory as a token sequence. `places`: positions [S] of its own sampled tokens;
+    `behavior_logprobs`, `versions` and `mixed` have a number for each. `turns`: own turns; `turns_before`: number of
+    turns of earlier paths. `engine`: that sampled its newest version's tokens; "": several, or unrecorded. `mixed`: 1
+    where the context may have KV entries of another version, else 0; empty: 0 for all.
 
     Example: prompt (5, 12), completion (4, 4, 2)::
 
@@ -161,8 +161,8 @@ def _newest_writer(own: Sequence[Segment]) -> str:
 
 
 def joined(parts: Sequence[Any], kind: Any) -> npt.NDArray[Any]:
-    """Convert columns of numbers to one array of dtype `kind` (`as_column`), which is the column itself if it is the
-    only one and has the dtype."""
+    """Convert each column of numbers in `parts` to dtype `kind` (`as_column`), and concatenate them. A single array of
+    this dtype is returned itself."""
     columns = [as_column(part, kind) for part in parts]
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 

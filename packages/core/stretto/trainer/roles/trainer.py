@@ -152,8 +152,9 @@ class TrainerRole:
         return self._trainer.version
 
     def carry_out(self, order: Train | Publish | SaveCheckpoint | SavePolicy) -> FromTrainer:
-        """Carry out an order and return the reply: `Trained`, `Copied` or `PolicySaved`. All ranks must get the same
-        orders in the same order. Raises the errors of `Trainer`, and OutOfMemory."""
+        """Carry out an order and return the reply: `Trained`, `Copied` or `PolicySaved`. A version or a checkpoint is
+        only copied by then: a thread publishes or writes it, and `tell` hears how that ended. All ranks must get the
+        same orders in the same order. Raises the errors of `Trainer`, and OutOfMemory."""
         match order:
             case Train():
                 with self._memory_named(f"in step {order.batch.step}"):
