@@ -107,8 +107,8 @@ def prepare(
         overrides: texts ``section.key=value``.
         run_dir: run folder; None: ``runs/RECIPE-DATE``, or the folder given as `recipe_path`.
         resume: continue a run. Then `run_dir`, or a folder as `recipe_path`, is needed.
-        write: replace the recipe in the folder and ledger of a resumed run; False for a dry run. A new run is always
-            written.
+        write: replace the recipe in the folder and ledger of a resumed run that is not done; False for a dry run. A new
+            run is always written.
 
     Raises:
         UserError: the recipe, what it names, or the run folder is wrong; has every mistake. A resumed run may change

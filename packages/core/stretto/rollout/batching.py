@@ -47,9 +47,8 @@ class QueueState:
 
 @dataclass(frozen=True)
 class BatchChoice:
-    """Groups of the next batch (empty if it must wait), and groups that expire now. `oldest_trainable`: oldest version
-    whose tokens are in the loss; `oldest_by_group`: the same by id, for groups that have a newer one. Both become
-    fields of the `Batch`."""
+    """Groups of the next batch (none: it must wait), and groups that expire now. `oldest_trainable`: oldest version in
+    the loss; `oldest_by_group`: the same, by id, of groups that have a newer one; both as in the `Batch`."""
 
     groups: tuple[Group, ...] = ()
     expired: tuple[Group, ...] = ()

@@ -185,7 +185,7 @@ class NativeEngine:
         return self._scheduler.is_open(request_id)
 
     def abort(self, request_id: str) -> None:
-        """Drop a request and its unfinished completions; unknown ids are ignored."""
+        """Drop a request and its unfinished completions, if it is open; all that it sampled counts as wasted."""
         self._wasted += self._ended.pop(request_id, 0)
         for row in self._scheduler.abort(request_id):
             self._wasted += self._sampled(row)

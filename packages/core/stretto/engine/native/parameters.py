@@ -235,7 +235,8 @@ class Prover:
     ) -> tuple[tuple[float, float], ...]:
         """Recompute, without a KV cache, the log-probabilities of about `wanted` tokens that `version` sampled in
         `rows`. Returns (reported, recomputed) pairs; empty if there are no such tokens. `most`: largest number of
-        tokens fed to the model in all. Rows with a grammar are left out."""
+        tokens fed to the model in all. Rows with a grammar, and tokens that a filter removes this time, are left
+        out."""
         chosen = _chosen(completions, rows, version, wanted, most)
         if not chosen:
             return ()

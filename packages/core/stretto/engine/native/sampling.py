@@ -68,7 +68,7 @@ class SamplingColumns:
         self._filtered = np.zeros(rows, np.bool_)
 
     def set(self, row: int, seed: int, sampling: Sampling) -> None:
-        """Store the settings of a new completion in a row."""
+        """Store the settings of a new completion in a row; at temperature 0 without top-k, top-p and min-p."""
         self.seeds[row] = seed
         self.temperatures[row] = sampling.temperature
         plain = not sampling.filtered  # a greedy row with a grammar has no other filter

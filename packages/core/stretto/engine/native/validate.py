@@ -90,7 +90,7 @@ def _check_counts(request: GenerateRequest) -> None:
 
 def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: int, version: int) -> None:
     """Refuse prefixes that no engine of this model can have sampled up to `version`; call `check_request` first. Raises
-    RefusedRequest, which names the first wrong prefix."""
+    RefusedRequest, which names the first wrong field."""
     left = min(request.sampling.max_tokens, context_length - len(request.prompt_token_ids))
     if request.prefixes and len(request.prefixes) != len(request.seeds):
         allowed = "none, or one for each seed"

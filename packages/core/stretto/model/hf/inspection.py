@@ -375,8 +375,8 @@ def _no_weights(folder: Path) -> Problem:
 def _check_vocabulary(
     folder: Path, vocab_size: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]
 ) -> tuple[int, ...]:
-    """Check that embedding, tokenizer and end-of-sequence tokens agree on the vocabulary; append problems to
-    `problems`. Returns the end-of-sequence tokens."""
+    """Check that embedding, tokenizer and end-of-sequence tokens, of which there must be one, agree on the vocabulary;
+    append problems to `problems`. Returns the end-of-sequence tokens."""
     for name, tensor in tensors.items():
         if name.endswith("embed_tokens.weight") and tensor.shape[:1] != (vocab_size,):
             found = (

@@ -186,8 +186,8 @@ def _one_by_one(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: 
 
 
 def bucketed(query_THD: Tensor, key_TKD: Tensor, value_TKD: Tensor, packing: Packing, rule: Rule) -> Tensor:
-    """Compute causal attention bucket by bucket, [T, H, D]: gather into cells, dense attention, gather back. For any
-    device."""
+    """Compute causal attention bucket by bucket, [T, H, D]: gather into cells, dense attention, gather back; a few
+    sequences without shared prefixes one by one. For any device."""
     if len(packing.lengths) <= FEW_SEQUENCES and not packing.shares_prefixes:
         return _one_by_one(query_THD, key_TKD, value_TKD, packing, rule)
     sizes = [rows * length for rows, length in packing.buckets]

@@ -203,9 +203,9 @@ class RewardPool:
         self._dispatch()
 
     async def _watch(self) -> None:
-        """Kill workers that exceed the timeout on one completion, that give no sign of life for `hung` seconds while
-        they judge nothing, or whose process has exited; each kill leads to `_replace`. Also bounds the size of the
-        log. Runs until it is cancelled."""
+        """Kill workers that exceed the timeout on one completion (in CPU seconds; up to ten times as long by the
+        clock), that give no sign of life for `hung` seconds while they judge nothing, or whose process has exited; each
+        kill leads to `_replace`. Also bounds the size of the log. Runs until it is cancelled."""
         timeout, patience = self._config.seconds_per_completion, self._clock_seconds
         pause = min(_LOOK_SECONDS, timeout / 10)
         while True:

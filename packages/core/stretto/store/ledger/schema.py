@@ -241,7 +241,8 @@ def page_for(tokens: int) -> int:
 
 def open_for_writing(path: Path, page: int = PAGE) -> sqlite3.Connection:
     """Open the ledger at `path` for writing. A missing or empty file is created with its tables, in pages of `page`
-    bytes, an older format upgraded. The caller holds the lock of the run folder.
+    bytes, and files that SQLite left beside it are removed; an older format is upgraded. The caller holds the lock of
+    the run folder.
 
     The connection has no automatic transactions: the caller begins and ends them.
 

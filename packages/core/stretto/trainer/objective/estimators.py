@@ -111,7 +111,7 @@ def gae(
     eps: Eps = 1e-6,
     critic: WithCritic = None,
 ) -> TokenScores:
-    """Generalised advantage estimation; without a critic that is the terminal reward, discounted."""
+    """Generalised advantage estimation; without a critic: returns discounted by gamma times lam."""
     scores: TokenScores = _by_token("gae")(groups, gamma, lam, eps if normalised else None)
     return scores
 
