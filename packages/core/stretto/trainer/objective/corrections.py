@@ -35,7 +35,7 @@ _SURE = 1e-6  # probabilities are clamped this far from 0 and 1, where a binary 
 
 class Weights(NamedTuple):
     """Result of a correction, for the loss tokens of a micro-batch: the factor of each token's term in the objective,
-    and whether it differs from w."""
+    and whether it differs from w = anchor / behavior."""
 
     weight: Tensor  # [N], factor of each token's term in the objective
     corrected: Tensor  # [N] bool: tokens whose weight differs from w
