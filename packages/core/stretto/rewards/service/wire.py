@@ -32,8 +32,10 @@ class Facts:
     ([], [])
     >>> facts.hear("rewards-1", {"sandbox": "level D"})
     ['rewards-1 works with another sandbox: level D, in place of level A']
+    >>> facts.hear("rewards-1", {"judge": "level D"})  # the same text, of something else
+    ['rewards-1 works with judge: level D, of which the first worker reported nothing']
     >>> facts.known
-    {'sandbox': 'level A', 'sandbox of rewards-1': 'level D'}
+    {'sandbox': 'level A', 'sandbox of rewards-1': 'level D', 'judge of rewards-1': 'level D'}
     """
 
     def __init__(self) -> None:
@@ -43,7 +45,7 @@ class Facts:
         """Add a worker's facts, by name; returns a sentence for each that is new, except for the first worker's."""
         if not self.known:
             self.known = dict(found)
-        news = {name: fact for name, fact in found.items() if fact not in self.known.values()}
+        news = {name: fact for name, fact in found.items() if fact not in self._told(name)}
         self.known |= {f"{name} of {worker}": fact for name, fact in news.items()}
         return [
             f"{worker} works with another {name}: {fact}, in place of {self.known[name]}"
@@ -51,6 +53,9 @@ class Facts:
             else f"{worker} works with {name}: {fact}, of which the first worker reported nothing"
             for name, fact in news.items()
         ]
+
+    def _told(self, name: str) -> list[str]:
+        return [fact for known, fact in self.known.items() if known == name or known.startswith(f"{name} of ")]
 
 
 _COUNTERS = struct.Struct("<qq")
