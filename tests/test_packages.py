@@ -6,7 +6,8 @@
 - What asks for a package that is missing is refused before anything starts, with the key and the extra to install; a
   name of `import stretto`, when it is imported.
 - A package of another version than the core's is refused by name, with both versions.
-- Every package has the version of the core, and depends on others of exactly this version."""
+- Every package has the version of the core, and depends on others of exactly this version, and on one range of versions
+  of each third party."""
 
 import json
 import os
@@ -233,12 +234,16 @@ def project_of(file: Path) -> dict[str, Any]:
     return project
 
 
-def test_all_packages_have_one_version_and_depend_on_exactly_this_one() -> None:
+def test_all_packages_have_one_version_and_depend_on_exactly_this_one_and_one_range_of_third_parties() -> None:
+    ranges: dict[str, str] = {}
     for file in [ROOT / "pyproject.toml", *PACKAGES]:
         project = project_of(file)
         assert project["version"] == stretto.__version__, file
-        extras = [line for lines in project.get("optional-dependencies", {}).values() for line in lines]
-        for line in [*project["dependencies"], *extras]:
+        extras = project.get("optional-dependencies", {})
+        extras.pop("dev", None)  # what is tested, which may be less
+        for line in [*project["dependencies"], *(line for lines in extras.values() for line in lines)]:
+            name = re.split("[<>=]", line)[0]
+            assert ranges.setdefault(name, line) == line, f"{file}: {line}"
             if line.startswith("stretto-"):
                 assert line.partition("==")[2] == stretto.__version__, f"{file}: {line}"
         for init in file.parent.glob("*/__init__.py" if file.parent != ROOT else "application/*/__init__.py"):
