@@ -148,7 +148,7 @@ def test_a_run_is_scaled_down_and_up_while_it_goes_on(laboratory: Laboratory, tm
         goes_on(command, run_dir)
         laboratory.run("scale", run_dir, "engines=0").refused("a run needs one engine at least")
         up = laboratory.run("scale", run_dir, "engines=2")
-        assert (up.code, up.out) == (0, "2 engines; engine-2 are starting\n")
+        assert (up.code, up.out) == (0, "2 engines; engine-2 is starting\n")
         wait_until(lambda: "engine-2 has joined, at version" in said(run_dir), "the new engine", command)
         (engine,) = [pid for pid in command.processes("stretto.engine.role") if pid in command.processes('"engine-2"')]
         os.kill(engine, signal.SIGKILL)  # it is looked after as the others are

@@ -213,7 +213,7 @@ async def test_an_added_engine_takes_the_seat_of_one_that_left_and_no_gpu_is_div
         known = JoinFile(run="run", token="t" * 64)
         cluster = Cluster(cast(Plan, _Plan()), folder, endpoints, pool, print, FRESH, known, FIRST)
         await cluster.scale(1)
-        assert await cluster.scale(2) == "2 engines; engine-2 are starting"
+        assert await cluster.scale(2) == "2 engines; engine-2 is starting"
         with pytest.raises(RecipeError, match=r"engines: 3, and the GPUs .* among 2 .*; at most 2, or engine.count"):
             await cluster.scale(3)
     assert gpus == [("1",)]

@@ -386,7 +386,8 @@ class Cluster(Machines):
             found = f"{wanted}, and the GPUs of this machine are divided among {seats} (engine.count)"
             raise RecipeError([Problem("engines", found, f"at most {seats}, or engine.count = {wanted} in the recipe")])
         started = [self._start_one() for _ in range(wanted - len(self.engines.names))]
-        return f"{several(len(self.engines.names), 'engine')}; {', '.join(started)} are starting"
+        are = "is" if len(started) == 1 else "are"
+        return f"{several(len(self.engines.names), 'engine')}; {', '.join(started)} {are} starting"
 
     def _start_one(self) -> str:
         recipe = self.plan.recipe
