@@ -231,7 +231,7 @@ def _serving(results: dict[str, Any]) -> list[Row]:
             f"tokens per second of the server, streams: {row['streams']}, {results['model']}",
             f"{row['tokens_per_second']:,.0f}",
             f"the engine alone: {row['engine_alone']:,.0f}",
-            f"× {row['fraction']:.2f}",
+            f"× {row['fraction']:.3f}",
         )
         for row in results["rows"]
     ]

@@ -158,7 +158,7 @@ def markdown(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The rows as docs/how_to/gateway.md shows them."""
     return [
         f"| {each['streams']} | {each['requests_per_second']:.1f} | {each['tokens_per_second']:,.0f} "
-        f"| {each['engine_alone']:,.0f} | {each['fraction']:.2f} "
+        f"| {each['engine_alone']:,.0f} | {each['fraction']:.3f} "
         f"| {each['first_token_ms_p50']:.1f} / {each['first_token_ms_p99']:.1f} "
         f"| {each['per_token_ms_p50']:.1f} / {each['per_token_ms_p99']:.1f} |"
         for each in rows
