@@ -345,9 +345,11 @@ def door(laboratory: Laboratory) -> Callable[..., Ended]:
 
 
 @contextmanager
-def service(*arguments: object, serving: str, poor: Sequence[str] = ()) -> Iterator[tuple[WarmCommand, list[str]]]:
+def service(
+    *arguments: object, serving: str, poor: Sequence[str] = (), seconds: float = _PATIENCE
+) -> Iterator[tuple[WarmCommand, list[str]]]:
     """A command that serves, forked as those of a warm laboratory, once a line of its output begins with `serving`; and
-    its lines until then. `poor`: see `WarmCommand`.
+    its lines until then. `poor`: see `WarmCommand`. `seconds`: the longest wait for that line.
 
     Raises:
         AssertionError: it has ended before, with what it said.
@@ -357,7 +359,8 @@ def service(*arguments: object, serving: str, poor: Sequence[str] = ()) -> Itera
         with default_dispositions():
             process = WarmCommand([str(word) for word in arguments], Path(folder), marked, poor=poor)
         try:
-            wait_until(lambda: f"\n{serving}" in f"\n{process.said()[0]}" or process.poll() is not None, serving)
+            begun = f"\n{serving}"
+            wait_until(lambda: begun in f"\n{process.said()[0]}" or process.poll() is not None, serving, None, seconds)
             lines = process.said()[0].splitlines(keepends=True)
             assert any(line.startswith(serving) for line in lines), process.said()[1]
             yield process, lines

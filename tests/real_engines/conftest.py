@@ -14,9 +14,16 @@ import pytest
 from benchmarks.peers.environment import Environment, PeerUnavailable
 from tests.launch.running import Laboratory
 from tests.launch.running import laboratory as laboratory
-from tests.real_engines.serving import BUILT, Installed, RealServer
+from tests.real_engines.serving import BUILT, START_SECONDS, Installed, RealServer
 
 collect_ignore = ["verifiers_client.py", "spoilt"]  # run in the environments of verifiers, vLLM and SGLang
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Each test here may be the one that starts a server: it has `START_SECONDS` beside the limit of other tests."""
+    for item in items:
+        if Path(__file__).parent in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(float(config.getini("timeout")) + START_SECONDS))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from stretto.model.hf.build import build_policy
 from tests.launch.running import service
 from tests.real_engines.scoring import TOLERANCE
-from tests.real_engines.serving import MODEL, Installed
+from tests.real_engines.serving import MODEL, START_SECONDS, Installed
 
 CHAT = "{% for m in messages %}{{ m.content }}={% endfor %}"
 
@@ -30,9 +30,9 @@ def speaker(tmp_path: Path) -> Path:
 
 def test_a_session_of_many_turns_scores_as_it_was_sampled(installed: Installed, speaker: Path, tmp_path: Path) -> None:
     words = (f"engine.kind={installed.kind}", f"engine.python={installed.python}", "engine.device=cpu")
-    small = ("engine.cache_gib=0.25", "engine.slots=8", "deadlines.start=400")
+    small = ("engine.cache_gib=0.25", "engine.slots=8", f"deadlines.start={START_SECONDS:g}")
     command = ("gateway", speaker, "--port", "0", "--folder", tmp_path / "sessions", *words, *small)
-    with service(*command, serving="gateway at ") as (process, said):
+    with service(*command, serving="gateway at ", seconds=START_SECONDS) as (process, said):
         address = said[-1].removeprefix("gateway at ").strip()
         session = httpx.post(f"{address}/sessions", json={}).json()
         messages: list[dict[str, Any]] = [{"role": "user", "content": "1+2"}]
