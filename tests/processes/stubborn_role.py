@@ -1,6 +1,7 @@
 """A role that does as its spec says: ``python -m tests.processes.stubborn_role SPEC``."""
 
 import atexit
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,8 @@ from stretto.processes import heartbeat
 
 class StubbornSpec(Record, frozen=True):
     """Ignore SIGTERM or not, give signs of life or not and `pause` seconds apart, start a child that sleeps or not and
-    log its number, leave a thread and a handler behind that print or not; then end with `code` after `seconds`."""
+    log its number, leave a thread and a handler behind that print or not; then end with `code` after `seconds`, by a
+    signal if it is negative."""
 
     ignores: bool = False
     seconds: float = 60.0
@@ -40,6 +42,8 @@ def main(arguments: list[str]) -> int:
         atexit.register(print, "handler")
         threading.Timer(0.2, print, ["thread"]).start()
     time.sleep(spec.seconds)
+    if spec.code < 0:
+        os.kill(os.getpid(), -spec.code)
     return spec.code
 
 

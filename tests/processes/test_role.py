@@ -17,7 +17,7 @@ import pytest
 
 from stretto.core.errors import RoleDied
 from stretto.processes.role import RoleProcess
-from stretto.processes.spawn import FRESH, FreshSpawner, RunningProcess, Spawn, describe_exit, environment, uncaught
+from stretto.processes.spawn import FRESH, FreshSpawner, RunningProcess, Spawn, cause_in, describe_exit, environment
 from stretto.processes.tree import cpu_ticks
 from stretto_app.forking.server import ForkServer
 from tests.asynchronous import Test, run_by, until
@@ -67,6 +67,11 @@ async def test_a_role_that_ends_is_heard_of(role: RoleProcess) -> None:
     assert role.log.read_text() == "up\n"
 
 
+@played(StubbornSpec(seconds=0.0, code=-signal.SIGABRT))
+async def test_a_role_that_aborts_is_heard_of_with_its_last_words(role: RoleProcess) -> None:
+    assert await role.ended() == "was killed by SIGABRT (its log ends: up)"
+
+
 @played(StubbornSpec())
 async def test_a_role_is_asked_to_stop_before_it_is_killed(role: RoleProcess) -> None:
     await role.stop(10)
@@ -107,6 +112,9 @@ async def test_an_error_that_nobody_catches_is_in_how_its_role_ended(
             assert re.fullmatch(f"ended with exit code 1{error}", await role.last_words())
 
 
+ABORT = "import os; (lambda words: (os.write(2, words), os.abort()))"  #: a program that ends with these words
+
+
 @pytest.mark.parametrize(
     ("program", "told"),
     [
@@ -121,6 +129,11 @@ async def test_an_error_that_nobody_catches_is_in_how_its_role_ended(
             "try: 1 / 0\nexcept Exception as one: raise ExceptionGroup('all', [one])",
             "ZeroDivisionError: division by zero",
         ),
+        ("import ctypes; ctypes.pythonapi.Py_FatalError(b'no GIL')", "its log ends: Fatal Python error: no GIL"),
+        (f"{ABORT}(b'terminate called\\n  what():  no thread\\nframe #0\\n')", "its log ends: what():  no thread"),
+        (f"{ABORT}(b'up\\nfree(): invalid pointer\\n\\n')", "its log ends: free(): invalid pointer"),
+        (f"{ABORT}(b'')", ""),
+        ("import os, signal; print('up'); os.kill(os.getpid(), signal.SIGTERM)", ""),
     ],
 )
 @pytest.mark.parametrize("start", [0, 1 << 20])  # the latter: the log has been cut since
@@ -129,8 +142,8 @@ def test_of_a_log_the_error_that_ended_its_process_is_told_and_no_other(
 ) -> None:
     log = tmp_path / "log.txt"
     with log.open("w") as output:
-        assert subprocess.run([sys.executable, "-c", program], stderr=output, check=False).returncode == 1
-    assert uncaught(log, start) == told
+        code = subprocess.run([sys.executable, "-c", program], stdout=output, stderr=output, check=False).returncode
+    assert cause_in(log, code, start) == told
 
 
 def test_the_cpu_time_of_a_process_with_any_name_is_read(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import msgspec
 from stretto.core.deadlines import StallTimer, deadline
 from stretto.core.errors import DeadlineExceeded, RoleDied, described
 from stretto.processes.heartbeat import HEARTBEAT
-from stretto.processes.spawn import FRESH, GUESS, RunningProcess, Spawn, Spawner, describe_exit, uncaught
+from stretto.processes.spawn import FRESH, GUESS, RunningProcess, Spawn, Spawner, cause_in
 from stretto.processes.tree import cpu_ticks, resident_bytes
 
 _END_SECONDS = 10.0
@@ -113,9 +113,9 @@ class RoleProcess:
                 self.kill()
 
     async def _watched(self, process: RunningProcess, heartbeat: Heartbeat, before: int) -> str:
-        """Watch the process until its end; returns how it ended, as "was killed by SIGKILL", with the error that it did
-        not catch. `before`: bytes of the log before its start. It is killed if heartbeats stop for too long (`hung`).
-        After its end, processes left in its process group are killed."""
+        """Watch the process until its end; returns how it ended, as "was killed by SIGKILL", with the cause that its
+        log tells (`cause_in`). `before`: bytes of the log before its start. It is killed if heartbeats stop for too
+        long (`hung`). After its end, processes left in its process group are killed."""
         end = asyncio.ensure_future(process.wait())
         try:
             while not end.done():
@@ -128,8 +128,8 @@ class RoleProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left, or they are another user's
                 os.killpg(process.pid, signal.SIGKILL)
             how = self._spawner.describe_end(process)
-            if how == describe_exit(1) and (error := uncaught(self.log, before)):
-                return f"{how} ({error})"
+            if cause := cause_in(self.log, process.returncode or 0, before):
+                return f"{how} ({cause})"
             return how.removesuffix(GUESS) if self._killed_here else how
         finally:
             end.cancel()

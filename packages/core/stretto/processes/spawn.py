@@ -30,6 +30,9 @@ _MOST_LOG_BYTES = 8 << 20  # a longer log is cut to the first half of this
 _TRACEBACK = "Traceback (most recent call last):\n"
 #: What Python says of an error that it ignores, such as that of a `__del__` at the end.
 _IGNORED = re.compile(rf"^Exception ignored.*\n(?:{re.escape(_TRACEBACK)})?(?: .*\n)*.*\n?", re.MULTILINE)
+#: Signals that a process gets for what its code has done, and the line with which Python or C++ says what that was.
+_FAULTS = frozenset({signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSEGV})
+_FATAL = re.compile(r"^(?:Fatal Python error: | +what\(\): ).*", re.MULTILINE)
 _LAST_BYTES, _LONGEST_ERROR = 1 << 16, 300  # of a log, read for the error that ended a role; characters of that error
 
 
@@ -120,23 +123,32 @@ def describe_exit(code: int) -> str:
     return f"was killed by {name}" + (GUESS if name == "SIGKILL" else "")
 
 
-def uncaught(log: Path, start: int) -> str:
-    """Return type and text of the exception that ended a Python process, in one line: those of the last traceback that
-    it wrote to its log, behind the byte `start` (if the log still has it), with nothing but ignored errors after it.
-    "" if there is none, or the log cannot be read."""
-    try:
-        with log.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(start if start <= size else 0, size - _LAST_BYTES))
-            said = _IGNORED.sub("", file.read().decode(errors="replace"))
-    except OSError:
-        return ""
+def cause_in(log: Path, code: int, start: int) -> str:
+    """Return in one line why a Python process ended with the exit code `code`, as its log says behind the byte `start`
+    (if the log still has it).
+
+    Exit code 1: type and text of the exception that nobody caught, those of the last traceback with nothing but ignored
+    errors after it. A signal that faulty code raises, as SIGABRT: "its log ends: " and the fatal error of Python or
+    C++, or else the last line. "" for another code, if the log says nothing, or cannot be read.
+    """
+    said = ""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(start if start <= size else 0, size - _LAST_BYTES))
+        said = file.read().decode(errors="replace")
+    if code == 1:
+        return _uncaught(_IGNORED.sub("", said))[:_LONGEST_ERROR]
+    lines = _FATAL.findall(said) or re.findall(r"\S.*", said) if -code in _FAULTS else []
+    return f"its log ends: {lines[-1].strip()[:_LONGEST_ERROR]}" if lines else ""
+
+
+def _uncaught(said: str) -> str:
     before, found, last = said.rpartition(_TRACEBACK)
     margin = before.rpartition("\n")[2].replace("+ Exception Group ", "| ")  # of an exception group, or a rank's name
     lines = [line.removeprefix(margin) for line in last.splitlines()] if found else []
     errors = [line for line in lines if line and not line[0].isspace()]
     # A single line behind it is what `sys.exit` says after an error that was caught and printed.
-    return errors[0][:_LONGEST_ERROR] if len(errors) not in (0, 2) else ""
+    return errors[0] if len(errors) not in (0, 2) else ""
 
 
 def environment(threads: int) -> dict[str, str]:
