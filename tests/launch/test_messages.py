@@ -24,6 +24,7 @@ from stretto.core.errors import (
     RecipeError,
     RewardFunctionError,
     RoleDied,
+    RoleFailed,
     RunFolderError,
     UserError,
 )
@@ -250,6 +251,20 @@ def test_of_a_full_disk_that_of_the_file_is_named_however_full_others_are(tmp_pa
         told_free = re.search(rf"; of the disk of {place} ([\d.]+) MiB are free", told)
         assert told_free is not None
         assert float(told_free[1]) == pytest.approx(shutil.disk_usage(place).free / 2**20, rel=0.05)
+
+
+def test_the_error_of_a_role_that_finds_no_room_keeps_the_name_of_the_role(
+    laboratory: Laboratory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STRETTO_CACHE", str(laboratory.cache))
+
+    async def ends(*_: object) -> int:
+        raise RoleFailed("trainer", f"{tmp_path}/run/x: No space left on device", 1)
+
+    monkeypatch.setattr(train, "run", ends)
+    with pytest.raises(RoleFailed, match=r"^trainer: .*No space left on device; of the disk of .*make room") as told:
+        train.prepare(Path(TINY_RECIPE), (), tmp_path / "run", resume=False).train(SilentReporter())
+    assert told.value.role == "trainer"
 
 
 class DiskFull(FreshSpawner):

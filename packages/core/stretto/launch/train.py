@@ -17,7 +17,16 @@ from pathlib import Path
 
 import msgspec
 
-from stretto.core.errors import Problem, RoleDied, RunFolderError, StoreError, described, several
+from stretto.core.errors import (
+    Problem,
+    RoleDied,
+    RoleFailed,
+    RunFolderError,
+    StoreError,
+    StrettoError,
+    described,
+    several,
+)
 from stretto.doors.loading import from_package, of_application
 from stretto.launch.assemble.run import StartState, run
 from stretto.launch.preflight.base import digest
@@ -245,16 +254,14 @@ class Prepared:
             except Exception as error:  # an error of stretto, or a bug: both end the run and are recorded
                 told = described(error) if isinstance(error, OSError) else str(error)
                 failed = error
-                if advice := _room_needed(told, self.path):
-                    failed = StoreError(told + advice)
-                    if isinstance(error, RoleDied):
-                        failed = RoleDied(error.role, error.how + advice, error.log)
+                if room := _room_needed(told, self.path):
+                    failed = _advised(error, told, room)
                     told = str(failed)
                 logbook.ends()
                 logbook.note(f"failed: {told}")
                 with suppress(StoreError, OSError):  # the ledger may have ended the run: report that error
                     put_fact(self.folder.ledger, ENDING, Ending.of_error(error, told))
-                if advice:
+                if room:
                     raise failed from error
                 raise
             logbook.ends()
@@ -286,6 +293,17 @@ def _room_needed(told: str, run_dir: Path) -> str:
 
 def conductor_loop(plan: Plan) -> Callable[[], asyncio.AbstractEventLoop]:
     """Return what creates the event loop of a conductor: `event_loop.new_event_loop`, and asyncio's for a run whose
+def _advised(error: Exception, told: str, advice: str) -> StrettoError:
+    """Return the error of a run that a full disk has ended, `told` in words, with `advice` behind them. The error of a
+    role keeps its class and the name of the role; another is a StoreError."""
+    match error:
+        case RoleDied():
+            return RoleDied(error.role, error.how + advice, error.log)
+        case RoleFailed():
+            return RoleFailed(error.role, error.problem + advice, error.exit_code)
+    return StoreError(told + advice)
+
+
     gate asks for TLS. uvloop may read a caller's first words before the gate begins TLS, and these are lost."""
     return asyncio.new_event_loop if plan.recipe.cluster.tls else event_loop.new_event_loop
 
