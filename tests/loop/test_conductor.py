@@ -7,6 +7,7 @@
 
 import asyncio
 import contextlib
+import io
 import math
 import re
 import time
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from stretto.core.errors import (
     DeadlineExceeded,
@@ -31,10 +33,13 @@ from stretto.core.events import Span
 from stretto.core.records import Batch, Completion, GenerateRequest, Update, Verdict
 from stretto.loop.evaluation import BestPolicy
 from stretto.loop.records.evaluation import Evaluation
+from stretto.loop.records.reporter import RunLog
 from stretto.rollout.controller import TooManyFailures
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import read_metrics
+from stretto_report.audit.alarms import AlarmWatch
+from stretto_report.dashboard.terminal.progress import LineDisplay
 from stretto_report.reading.inspection import inspect_run
 from stretto_report.reading.series import read_spans
 from tests.loop.conducting import OUTCOMES, Stage, ToyFleet, ToyTrainer
@@ -228,6 +233,22 @@ def test_a_run_in_which_nothing_moves_says_who_waits_for_what(stage: Stage, quic
     expected = r"nothing has moved for 0\.2 s: trainer has waited 0 s of 1800 s for a batch at version 0"
     with pytest.raises(NothingMoves, match=expected):
         stage.play(deadlines={"still": 0.2})
+
+
+def test_a_run_that_hangs_says_its_alarms_by_a_clock(
+    stage: Stage, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Ill(AlarmWatch):
+        def sentences(self) -> dict[str, str]:
+            return {"ill": "alarm  ill"}
+
+    output = io.StringIO()
+    display = LineDisplay(6, Console(file=output), seconds=0.0, alarms=Ill(stage.folder.path, {}))
+    monkeypatch.setattr(stage, "refresh", RunLog(stage.folder.log, display).refresh)
+    stage.fleet.seconds = 20
+    with pytest.raises(NothingMoves):
+        stage.play(deadlines={"still": 0.2})
+    assert output.getvalue() == "alarm  ill\n"
 
 
 def test_an_engine_without_a_word_holds_up_nobody(stage: Stage, quick: None, monkeypatch: pytest.MonkeyPatch) -> None:

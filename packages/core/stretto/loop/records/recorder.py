@@ -236,7 +236,8 @@ class Recorder:
 
     def polled(self) -> None:
         """Take the busy share of each role since the last poll, and every 5 seconds its memory, for the next line of
-        metrics; warn of a slow reward; flush the ledger. To be called after each poll of the roles."""
+        metrics; warn of a slow reward; flush the ledger, then let the reporter look for alarms. To be called after each
+        poll of the roles."""
         now, work = time.monotonic(), self._work()
         self.clock.read_cores()
         busy = {role: seconds for role, seconds in work.busy.items() if role not in work.left}
@@ -253,6 +254,7 @@ class Recorder:
         if self._slow_reward is not None and (sentence := self._slow_reward.poll(now, busy)) is not None:
             self._reporter.say(sentence)
         self._ledger.flush()
+        self._reporter.refresh()
 
     def filtered(self, groups: int, why: str) -> None:
         """Flush the ledger, and log that `groups` groups were filtered since the last batch: perhaps no batch will ever

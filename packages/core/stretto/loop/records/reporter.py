@@ -31,6 +31,9 @@ class Reporter(Protocol):
     def evaluated(self, evaluation: EvaluationLine) -> None:
         """Show a held-out accuracy."""
 
+    def refresh(self) -> None:
+        """Show what has come up without an event, such as an alarm; called every second while steps are awaited."""
+
 
 class SilentReporter:
     """Shows nothing."""
@@ -42,6 +45,8 @@ class SilentReporter:
     def step(self, metrics: StepMetrics) -> None: ...
 
     def evaluated(self, evaluation: EvaluationLine) -> None: ...
+
+    def refresh(self) -> None: ...
 
 
 _LINE_SECONDS = 5.0
@@ -82,6 +87,9 @@ class RunLog:
         self.note(f"held-out accuracy of version {evaluation.version}: {accuracy}{unknown}")
         self._progress.evaluated(evaluation)
         self._show(lambda reporter: reporter.evaluated(evaluation))
+
+    def refresh(self) -> None:
+        self._show(lambda reporter: reporter.refresh())
 
     def ends(self) -> None:
         """Log the newest step if it has no line yet. To be called at the end of the run."""
