@@ -176,6 +176,16 @@ def test_a_fact_of_the_ledger_cannot_be_replaced_and_the_loop_goes_on(tmp_path: 
     assert again.seeds == ticket.seeds
 
 
+def test_filters_that_refuse_every_group_are_told_as_in_a_run(caplog: pytest.LogCaptureFixture) -> None:
+    scheduler = stretto.Scheduler(PROMPTS, filter="zero_variance", **BOUNDS)
+    for _ in range(20):
+        ticket = scheduler.admit()
+        assert ticket is not None
+        scheduler.finish(ticket, [said(0)] * 2, [1.0, 1.0])
+    told = "groups were filtered since the last batch (most often zero_variance: all rewards are 1): see the filters of"
+    assert caplog.messages == [f"{groups} {told} [rollout]" for groups in (8, 16)]
+
+
 def test_readers_of_the_folder_see_how_a_loop_ended(tmp_path: Path) -> None:
     with stretto.Ledger(tmp_path) as ledger:
         assert condition(tmp_path) == Condition("running")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # the import loads transformers, which token ids do not need
 
 #: One completion of a prompt, or the turns of a conversation; turns that were given, not sampled, are token ids.
 Answer = TextCompletion | Sequence[TextCompletion | Sequence[int]]
+log = logging.getLogger(__name__)
 _TICKET, _REASON = instance(Ticket, "a ticket of this scheduler"), instance(str, "a text")
 _LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none
 
@@ -98,8 +100,7 @@ class GroupScheduler:
         Raises:
             DataError: there is no prompt, a prompt is invalid, two have one id, or an argument has the wrong type.
             RecipeError: a setting is invalid.
-            RunFolderError: the ledger is closed, or belongs to a run with other prompts, another order of them, another
-                seed or group_size.
+            RunFolderError: the ledger is closed, or of a run with other prompts or order, another seed or group_size.
             StoreError: the ledger ends before the trainer's version, or is damaged.
         """
         check(
@@ -187,7 +188,7 @@ class GroupScheduler:
 
     def finish(self, ticket: Ticket, answers: Sequence[Answer], rewards: Sequence[float | None]) -> None:
         """Finish a group with its completions and rewards. With a ledger, they are recorded when this returns. A group
-        that is no longer in flight is ignored.
+        that is no longer in flight is ignored. If the filters refuse all groups, a warning is logged.
 
         Args:
             answers: one for each seed of the ticket: a completion of the engine, or a conversation as a list of such
@@ -222,6 +223,8 @@ class GroupScheduler:
             found.append(Trajectory(name, segments, verdict, text))
         with self._whole:
             self._controller.finish(ticket, found)
+        if sentence := self._controller.without_a_batch():
+            log.warning(sentence)
         self._settled()
 
     def lose(self, ticket: Ticket, reason: str) -> None:
@@ -309,8 +312,7 @@ class GroupScheduler:
             raise RunFolderError([Problem(str(self._ledger.folder), told, remedy)])
 
     def _check_own(self, ticket: Ticket, place: str) -> None:
-        """Raise DataError for a ticket that `admit` of this scheduler has not returned. Of a group that has ended, a
-        copy of the ticket passes too."""
+        """Raise DataError for a ticket that `admit` has not returned; of a group that has ended, a copy passes too."""
         own = ticket.order < self._admitted and ticket.seeds == self._controller.seeds_of(ticket.group_id)
         own = own and self._asked.get(ticket.prompt.id) == ticket.prompt
         if not own or any(one.group_id == ticket.group_id and one is not ticket for one in self._controller.tickets):

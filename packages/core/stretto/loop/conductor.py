@@ -40,7 +40,6 @@ from stretto.rollout.single_turn import GroupWorkflow
 
 _POLL_SECONDS = 1.0
 _KEEP_SECONDS = 5.0  # timeout for collecting partial tokens; a late engine is asked again in the next round
-_SILENT_BATCHES = 4  # report when this many batches' worth of groups were filtered in a row; later, twice the last
 
 Result = TypeVar("Result")
 
@@ -74,7 +73,6 @@ class Conductor:
         self._finished = asyncio.Event()
         self._stopping = asyncio.Event()
         self._conducting = False
-        self._report_at = _SILENT_BATCHES * self.controller.config.batch_size  # groups filtered since the last batch
         self._evaluated = False  # an evaluation was running at the last reading of the engines' pressure
         self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._announcing: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the newest version
@@ -158,9 +156,8 @@ class Conductor:
         else:
             self.controller.finish(ticket, trajectories)
             self.recorder.judged(ticket.draw.prompt, trajectories)
-            if self.controller.filtered >= self._report_at:
-                self._report_at *= 2  # of the whole run: else a filter that refuses most groups is told at each batch
-                self.recorder.filtered(self.controller.filtered, most_often(self.controller.reasons))
+            if sentence := self.controller.without_a_batch():
+                self.recorder.filtered(sentence)
         self._forget(ticket, trajectories)
 
     def _forget(self, ticket: Ticket, trajectories: Sequence[Trajectory] = ()) -> None:

@@ -256,12 +256,11 @@ class Recorder:
         self._ledger.flush()
         self._reporter.refresh()
 
-    def filtered(self, groups: int, why: str) -> None:
-        """Flush the ledger, and log that `groups` groups were filtered since the last batch: perhaps no batch will ever
-        be complete. `why`: the filter that refused the most of them (`most_often`)."""
+    def filtered(self, sentence: str) -> None:
+        """Flush the ledger, and log that filters refuse so much that perhaps no batch will ever be complete
+        (`Controller.without_a_batch`)."""
         self._ledger.flush()  # the alarm about it reads the ledger
-        said = f"{several(groups, 'group was', 'groups were')} filtered since the last batch"
-        self._reporter.say(f"{said}{why}: see the filters of [rollout]")
+        self._reporter.say(sentence)
 
     def evaluation_sampled(self, completion: Completion) -> None:
         """Count the tokens of a finished completion of an evaluation. The totals have them as `evaluated`, not as
