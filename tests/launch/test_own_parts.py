@@ -145,6 +145,12 @@ class Narrow:
 class Needy:
     def __init__(self, first):
         self.first = first
+class Crowded:
+    def opens(self, may_start, in_flight):
+        if in_flight == 2:
+            time.sleep(5)
+        return may_start
+
 
 class Eager:
     def opens(self, may_start, in_flight):
@@ -227,6 +233,7 @@ TRIED = [
     (
         "engine.kind",
         "Make",
+    ("rollout.pacing", "Crowded", ["has not returned after 0.5 s"]),
         ["has no method stream, describe", "'ready' that is not asynchronous", "'pause' that is called"],
     ),
     ("logging.to", "Tool", ["raised ConnectionError: no answer", "broken.py:"]),
@@ -239,7 +246,7 @@ TRIED = [
 def test_a_broken_part_is_refused_by_its_trial(
     broken: Path, key: str, name: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial, "_PATIENCE", 0.5 if name == "hanging" else 30.0)
+    monkeypatch.setattr(trial, "_PATIENCE", 0.5 if name in ("hanging", "Crowded") else 30.0)
     recipe = load_recipe(TINY, [f"path={broken}", f"{key}=broken:{name}"])
     with pytest.raises(RecipeError) as refused:
         try_parts(recipe, outlets=True)

@@ -35,7 +35,7 @@ from stretto.rewards.service.pool import TIMED_OUT, RewardPool
 from stretto.rewards.service.wire import ScoreItem
 from stretto.rollout.config import FILTERS, PACINGS, RolloutConfig
 from stretto.rollout.filters import Filter
-from stretto.rollout.pacing import Pacing, pacing_of
+from stretto.rollout.pacing import pacing_of
 from stretto.rollout.questions import Question
 from stretto.trainer.objective.corrections import CORRECTIONS, Correction, Weights
 from stretto.trainer.objective.decoupled_ppo import Terms
@@ -77,8 +77,9 @@ def _made_up_group(rewards: Sequence[float]) -> Group:
     return Group("0.17.0", Prompt("17", (5, 12, 8, 13), "3+8=", "11"), 6, tuple(trajectories), 4.0)
 
 
-def pacing_faults(config: RolloutConfig) -> Iterator[str]:
-    """Create and call the recipe's pacing policy, and yield the faults found. Errors raised by it pass through."""
+def pacing_faults(config: RolloutConfig, name: str, early: list[str]) -> Iterator[str]:
+    """Create and call the recipe's pacing policy, and yield the faults found. Append its `name` to `early` if it starts
+    a group although the staleness bound or `max_in_flight` forbids it. Errors raised by it pass through."""
     if not callable(getattr(PACINGS.bound(config.pacing)(), "opens", None)):
         yield "has no method opens(may_start, in_flight) (docs/how_to/doors/pacing.md)"
         return
@@ -88,11 +89,9 @@ def pacing_faults(config: RolloutConfig) -> Iterator[str]:
         if not isinstance(found, bool):
             yield f"returned {found!r} for opens({may_start}, {in_flight}), and not whether a group starts"
             return
-
-
-def admits_early(opens: Pacing) -> bool:
-    """Whether a pacing policy starts a group although the staleness bound or `max_in_flight` forbids it."""
-    return any(opens(False, in_flight) for in_flight in (0, 1, 2))
+    opens = pacing_of(config, in_rounds=False)
+    if any(opens(False, in_flight) for in_flight in (0, 1, 2)):
+        early.append(name)
 
 
 _LENGTHS = ((3, 1, 2), (1,))  # loss tokens of each sequence of a micro-batch
@@ -201,8 +200,8 @@ def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
     Raises:
         RecipeError: a part raises, returns a wrong type, or does not return within 10 seconds; names all of them.
     """
-    refusing = list[str]()
-    found = _trials(recipe, outlets, refusing)
+    refusing, early = list[str](), list[str]()
+    found = _trials(recipe, outlets, refusing, early)
     trials = [(key, name, trial) for key, part, trial in found if is_own(name := _name(part))]
     if problems := [problem for key, name, trial in trials for problem in _faults(key, name, trial)]:
         raise RecipeError(problems)
@@ -211,21 +210,18 @@ def try_parts(recipe: Recipe, *, outlets: bool) -> list[str]:
         "is ever complete"
         for name in refusing
     ]
-    pacing = recipe.rollout.pacing
-    if not is_own(_name(pacing)) or not admits_early(pacing_of(recipe.rollout, in_rounds=False)):
-        return told
-    return [
-        *told,
-        f"{PACINGS.key}: {_name(pacing)!r} starts groups where equation 3 does not allow it: tokens may be older than "
-        "rollout.max_staleness when they are trained, and `stretto check` will say so",
+    return told + [
+        f"{PACINGS.key}: {name!r} starts groups where equation 3 does not allow it: tokens may be older than "
+        "rollout.max_staleness when they are trained, and `stretto check` will say so"
+        for name in early
     ]
 
 
 def _trials(
-    recipe: Recipe, outlets: bool, refusing: list[str]
+    recipe: Recipe, outlets: bool, refusing: list[str], early: list[str]
 ) -> Iterator[tuple[str, str | Section, Callable[[], Iterator[str]]]]:
     """Yield (recipe key, part, trial) for every part that the recipe names; `outlets`: also for outlets. A trial calls
-    the part and yields its faults; that of a filter appends to `refusing` (`filter_faults`)."""
+    the part and yields its faults; that of a filter may append to `refusing`, that of a pacing to `early`."""
     algorithm, rollout, engine, logging = recipe.algorithm, recipe.rollout, recipe.engine, recipe.logging
     correction = CORRECTIONS.bound(algorithm.correction)
     yield LOSSES.key, algorithm.loss, partial(loss_faults, algorithm.loss)
@@ -233,7 +229,7 @@ def _trials(
     yield ESTIMATORS.key, algorithm.advantages, partial(estimator_faults, algorithm.advantages)
     for one in rollout.filters:
         yield FILTERS.key, one, partial(filter_faults, FILTERS.bound(one), _name(one), refusing)
-    yield PACINGS.key, rollout.pacing, partial(pacing_faults, rollout)
+    yield PACINGS.key, rollout.pacing, partial(pacing_faults, rollout, _name(rollout.pacing), early)
     make = partial(_by_package, "stretto_servers.make:make_faults", MAKES.key)
     yield MAKES.key, engine.kind, partial(make, engine, recipe.model.path or "model")
     outlet = partial(_by_package, "stretto_report.outlets.trial:outlet_faults", OUTLETS.key)
