@@ -16,6 +16,9 @@ from stretto.core.errors import RecipeError, UserError
 from stretto.doors.loading import look_in
 from stretto.launch.preflight.paths import check_functions
 from stretto.launch.recipe.recipe import load_recipe
+from stretto.launch.recorded import digests_of
+from stretto.rewards.config import RewardsConfig
+from stretto.rollout.workflow import WorkflowConfig
 from stretto_app.extensions.preflight import trial
 from stretto_app.extensions.preflight.trial import try_parts
 from stretto_report.audit.check import check_run
@@ -142,15 +145,15 @@ class Narrow:
     def opens(self, may_start):
         return may_start
 
-class Needy:
-    def __init__(self, first):
-        self.first = first
 class Crowded:
     def opens(self, may_start, in_flight):
         if in_flight == 2:
             time.sleep(5)
         return may_start
 
+class Needy:
+    def __init__(self, first):
+        self.first = first
 
 class Eager:
     def opens(self, may_start, in_flight):
@@ -230,10 +233,10 @@ TRIED = [
     ("rollout.pacing", "Still", ["has no method opens(may_start, in_flight)"]),
     ("rollout.pacing", "Maybe", ["returned 0 for opens(True, 0), and not whether a group starts"]),
     ("rollout.pacing", "Narrow", ["takes 2 positional arguments but 3 were given; in ", "broken.py"]),
+    ("rollout.pacing", "Crowded", ["has not returned after 0.5 s"]),
     (
         "engine.kind",
         "Make",
-    ("rollout.pacing", "Crowded", ["has not returned after 0.5 s"]),
         ["has no method stream, describe", "'ready' that is not asynchronous", "'pause' that is called"],
     ),
     ("logging.to", "Tool", ["raised ConnectionError: no answer", "broken.py:"]),
@@ -265,6 +268,30 @@ def test_a_filter_that_refuses_all_that_it_is_tried_on_is_told(broken: Path) -> 
 def test_a_filter_that_remembers_is_tried_once(broken: Path) -> None:
     recipe = load_recipe(TINY, [f"path={broken}", "rollout.filter=broken:again"])
     assert try_parts(recipe, outlets=False) == []
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2], ids=["folders", "a folder in a package", "packages"])
+def test_the_source_of_a_part_is_found_in_packages_without_running_it(tmp_path: Path, depth: int) -> None:
+    package = tmp_path / "my_parts" / "inner"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package)[:depth]:
+        (folder / "__init__.py").write_text("raise SystemExit('imported')\n")
+    (package / "judging.py").write_text("raise SystemExit('imported')\n")
+    rewards = RewardsConfig(function="my_parts.inner.judging:judge", path=str(tmp_path))
+    wanted = load_recipe(TINY).model_copy(update={"rewards": rewards})
+    first = digests_of(wanted)
+    assert list(first) == ["my_parts.inner.judging:judge"]
+    (package / "judging.py").write_text("judge = max\n")
+    assert digests_of(wanted).keys() == first.keys()
+    assert digests_of(wanted) != first
+    (package / "judging.py").unlink()
+    assert digests_of(wanted) == {}
+
+
+def test_the_source_of_an_environment_is_one_of_the_parts(tmp_path: Path) -> None:
+    (tmp_path / "my_rooms.py").write_text("class Room: ...\n")
+    workflow = WorkflowConfig(function="environment", path=str(tmp_path), settings={"make": "my_rooms:Room"})
+    assert "my_rooms:Room" in digests_of(load_recipe(TINY).model_copy(update={"workflow": workflow}))
 
 
 WRITTEN = "one of your own is written 'package.module:name'"

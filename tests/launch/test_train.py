@@ -11,6 +11,7 @@ import errno
 import json
 import os
 import shutil
+import sqlite3
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +22,12 @@ from stretto.core.errors import RecipeError, RunFolderError, StoreError
 from stretto.launch.assemble import supervised
 from stretto.launch.assemble.run import StartState, policies_to_go
 from stretto.launch.assemble.supervised import copy_policy
-from stretto.launch.recipe.recipe import load_recipe
-from stretto.launch.recorded import digests_of
 from stretto.launch.train import Prepared, prepare
 from stretto.loop.records.reporter import SilentReporter
 from stretto.loop.recovery import seal_start
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import load_policy
 from stretto.model.packed.attention import PACKED_ATTENTION
-from stretto.rewards.config import RewardsConfig
-from stretto.rollout.workflow import WorkflowConfig
 from stretto.store.checkpoints import Checkpoints
 from stretto.store.config import StoreConfig
 from stretto.store.ending import ENDING, Ending, read_ending
@@ -255,28 +252,15 @@ def test_a_reward_that_was_edited_is_named_once_and_stays_on_record(recipe: Path
     assert inspect_run(run_dir).changed == (sentence,)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2], ids=["folders", "a folder in a package", "packages"])
-def test_the_source_of_a_part_is_found_in_packages_without_running_it(recipe: Path, depth: int) -> None:
-    package = recipe.parent / "my_parts" / "inner"
-    package.mkdir(parents=True)
-    for folder in (package.parent, package)[:depth]:
-        (folder / "__init__.py").write_text("raise SystemExit('imported')\n")
-    (package / "judging.py").write_text("raise SystemExit('imported')\n")
-    rewards = RewardsConfig(function="my_parts.inner.judging:judge", path=str(recipe.parent))
-    wanted = load_recipe(recipe).model_copy(update={"rewards": rewards})
-    first = digests_of(wanted)
-    assert list(first) == ["my_parts.inner.judging:judge"]
-    (package / "judging.py").write_text("judge = max\n")
-    assert digests_of(wanted).keys() == first.keys()
-    assert digests_of(wanted) != first
-    (package / "judging.py").unlink()
-    assert digests_of(wanted) == {}
-
-
-def test_the_source_of_an_environment_is_one_of_the_parts(recipe: Path) -> None:
-    (recipe.parent / "my_rooms.py").write_text("class Room: ...\n")
-    workflow = WorkflowConfig(function="environment", path=str(recipe.parent), settings={"make": "my_rooms:Room"})
-    assert list(digests_of(load_recipe(recipe).model_copy(update={"workflow": workflow}))) == ["my_rooms:Room"]
+def test_a_resumed_run_ends_completions_as_it_began_whatever_ends_of_sequence_its_model_now_names(recipe: Path) -> None:
+    before = go_on(recipe, run_dir := begin(recipe)).plan
+    (recipe.parent / "policy" / "generation_config.json").write_text('{"eos_token_id": [1, 5]}')
+    plan = go_on(recipe, run_dir).plan
+    told = "the model names the tokens 1, 5 as ends of sequence, and the run began with 1: its completions end there"
+    assert (plan.sampling, plan.notes) == (before.sampling, (*before.notes, told))
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection, connection:
+        connection.execute("DELETE FROM meta WHERE name = 'stop tokens'")  # as in a run of an earlier version
+    assert go_on(recipe, run_dir).plan.sampling.stop_token_ids == (1, 5)
 
 
 def test_alarms_of_a_resumed_run_know_the_steps_that_are_not_done_again(recipe: Path) -> None:

@@ -1,5 +1,5 @@
-"""Records of a run's recipe, of its questions, and of the source files of user-defined parts; a resumed run is compared
-with them."""
+"""Records of a run's recipe, of its questions, of the tokens that end its completions, and of the source files of
+user-defined parts; a resumed run is compared with them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 import tomllib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -35,6 +36,26 @@ def recorded_recipe(folder: RunFolder, text: str | None) -> Recipe:
     """Parse the recorded `text` of a run's recipe. None (an older format): read ``recipe.toml`` of the run folder.
     Raises RecipeError if this version of stretto does not accept the recipe."""
     return load_recipe(folder.recipe) if text is None else validate(tomllib.loads(text), f"{folder.ledger}: {RECIPE}")
+
+
+STOPS = "stop tokens"  #: name of the ledger's fact with the ids of the tokens that end a completion
+
+
+def as_begun(plan: Plan, ledger: Ledger) -> Plan:
+    """Return the plan of a resumed run, in which the tokens that end completions are those on record: with others,
+    completions in flight and the canary would no longer be those of the run. If the model names others, a note of the
+    plan says so. A run without a record takes those of the model, which are recorded."""
+    found = plan.sampling.stop_token_ids
+    if (known := ledger.get(STOPS, tuple[int, ...])) is None:
+        ledger.put(STOPS, found)
+    if known is None or known == found:
+        return plan
+    told = (
+        f"the model names the tokens {', '.join(map(str, found))} as ends of sequence, and the run began with "
+        f"{', '.join(map(str, known))}: its completions end there"
+    )
+    sampling = msgspec.structs.replace(plan.sampling, stop_token_ids=known)
+    return replace(plan, sampling=sampling, notes=(*plan.notes, told))
 
 
 SOURCES = "sources"  #: name of the ledger's fact with the digests, by name of the part

@@ -39,6 +39,7 @@ from stretto.launch.recorded import (
     DATA,
     RECIPE,
     DataRecord,
+    as_begun,
     changed_sources,
     record_recipe,
     record_sources,
@@ -144,7 +145,8 @@ def prepare(
         _assert_alone(path, recipe)
         # One ledger for all: to open it, all trajectories of the run are counted.
         with closing(Ledger(folder.ledger, recipe.store)) as ledger:
-            prepared = Prepared(plan, folder, _where_it_ended(folder, plan, ledger))
+            beginning = _where_it_ended(folder, plan, ledger)
+            prepared = Prepared(as_begun(plan, ledger), folder, beginning)
             if write and not prepared.beginning.done:
                 record_recipe(ledger, recipe)
                 record_sources(ledger, recipe, prepared.beginning.changed)
@@ -291,8 +293,6 @@ def _room_needed(told: str, run_dir: Path) -> str:
     return f"; of the disk of {place} {free / (1 << 20):.1f} MiB are free: {remedy}"
 
 
-def conductor_loop(plan: Plan) -> Callable[[], asyncio.AbstractEventLoop]:
-    """Return what creates the event loop of a conductor: `event_loop.new_event_loop`, and asyncio's for a run whose
 def _advised(error: Exception, told: str, advice: str) -> StrettoError:
     """Return the error of a run that a full disk has ended, `told` in words, with `advice` behind them. The error of a
     role keeps its class and the name of the role; another is a StoreError."""
@@ -304,6 +304,8 @@ def _advised(error: Exception, told: str, advice: str) -> StrettoError:
     return StoreError(told + advice)
 
 
+def conductor_loop(plan: Plan) -> Callable[[], asyncio.AbstractEventLoop]:
+    """Return what creates the event loop of a conductor: `event_loop.new_event_loop`, and asyncio's for a run whose
     gate asks for TLS. uvloop may read a caller's first words before the gate begins TLS, and these are lost."""
     return asyncio.new_event_loop if plan.recipe.cluster.tls else event_loop.new_event_loop
 
@@ -340,6 +342,7 @@ def _fill(folder: RunFolder, plan: Plan) -> None:
         record_sources(ledger, plan.recipe)
         ledger.put(_MODEL, _model_fingerprint(plan))
         ledger.put(DATA, DataRecord.of(plan))
+        as_begun(plan, ledger)
     write_questions(folder, plan)
     folder.write("versions.json", _json(library_versions()))
     folder.write("machine.json", _json(machine()))
