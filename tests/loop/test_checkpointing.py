@@ -149,7 +149,9 @@ class SlowDisk(Checkpoints):
         return super().save(step, slowly)
 
 
-def checkpointing_of(desk: Desk, trainer: ToyTrainer, published: int, disk: Checkpoints | None = None) -> Checkpointing:
+def checkpointing_of(
+    desk: Desk, trainer: ToyTrainer, published: int, disk: Checkpoints | None = None, save: float = 600.0
+) -> Checkpointing:
     """Of a run that has published this version, and has a first policy."""
     desk.folder.policy(0).mkdir()
     return Checkpointing(
@@ -159,7 +161,7 @@ def checkpointing_of(desk: Desk, trainer: ToyTrainer, published: int, disk: Chec
         cast(TrainerLink, trainer),
         cast(Controller, Published(published)),
         desk.ledger,
-        DeadlinesConfig(),
+        DeadlinesConfig(save=save),
     )
 
 
@@ -228,14 +230,28 @@ def test_the_last_checkpoint_is_written_by_the_trainer_that_takes_the_place_of_a
     assert (checkpointing.saved_step, disk.steps()) == (3, [3])
 
 
-async def test_a_checkpoint_on_its_way_is_put_away_when_the_run_ends(desk: Desk) -> None:
+async def test_a_checkpoint_on_its_way_is_awaited_when_the_run_ends(desk: Desk) -> None:
     disk = SlowDisk(desk.folder.checkpoints)
     checkpointing = checkpointing_of(desk, ToyTrainer(), 2, disk)
 
     await checkpointing.after(updated(2))
+    asyncio.get_running_loop().call_later(0.1, disk.let.set)
     await checkpointing.close()
-    assert checkpointing.saved_step == 0
-    disk.let.set()  # its thread ends by itself
+    assert (checkpointing.saved_step, disk.steps()) == (0, [2])
+
+
+def test_a_disk_that_holds_a_checkpoint_up_holds_up_the_end_of_a_run_for_a_deadline_at_most(desk: Desk) -> None:
+    disk, began = SlowDisk(desk.folder.checkpoints), time.monotonic()
+    checkpointing = checkpointing_of(desk, ToyTrainer(), 2, disk, save=0.2)
+
+    async def run() -> None:
+        await checkpointing.after(updated(2))
+        await checkpointing.close()
+
+    asyncio.run(run())
+    assert time.monotonic() - began < 5
+    assert disk.steps() == []
+    disk.let.set()
 
 
 async def test_a_policy_that_is_missing_is_written_when_the_run_goes_on(desk: Desk) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
@@ -78,6 +80,22 @@ async def each_to_the_end(*steps: Callable[[], Awaitable[object]]) -> None:
             first = first or error
     if first is not None:
         raise first
+
+
+def in_daemon_thread(work: Callable[[], T], name: str) -> Future[T]:
+    """Run `work` in a new thread, called `name`; returns the future of its result. Unlike that of `asyncio.to_thread`,
+    the thread is not awaited by an event loop that closes, and dies with the process."""
+    future = Future[T]()
+    future.set_running_or_notify_cancel()  # from now on nobody can cancel it
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # the caller gets it, whatever it is
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class NamedTasks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 from stretto.core.deadlines import deadline
 from stretto.core.errors import CheckpointLost, StoreError
 from stretto.core.records import Update
-from stretto.core.tasks import cancel_and_wait, first_of
+from stretto.core.tasks import cancel_and_wait, first_of, in_daemon_thread
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller
@@ -45,6 +46,7 @@ class Checkpointing:
         self.saved_step = saved_step
         self._started_step = saved_step
         self._saving: asyncio.Task[None] | None = None
+        self._thread: Future[Path] | None = None  # that writes the newest checkpoint
         self._lost = 0  # consecutive checkpoints whose trainer died while writing
 
     async def after(self, update: Update) -> None:
@@ -100,10 +102,15 @@ class Checkpointing:
             await self._saving
 
     async def close(self) -> None:
-        """Wait no longer for the checkpoint in progress, if any. Its thread goes on: it completes the checkpoint or
-        leaves no trace of it."""
+        """Wait until the thread of the checkpoint in progress, if any, has completed it or left no trace of it; to be
+        called once the trainer has ended. A thread that a disk holds up for more than `deadlines.save` seconds is left
+        behind, and dies with the process."""
         if self._saving is not None:
             await cancel_and_wait([self._saving])
+        if self._thread is not None:
+            ended = asyncio.wrap_future(self._thread)
+            await asyncio.wait([ended], timeout=self._deadlines.save)
+            await cancel_and_wait([ended])
 
     async def _begin_checkpoint(self) -> None:
         """Wait for the checkpoint in progress, then sync the ledger and start a checkpoint of the newest step; returns
@@ -139,7 +146,8 @@ class Checkpointing:
         # One `deadlines.save` for the copy, one for the trainer's writing, one for checksums and fsync.
         async with deadline("conductor", f"the checkpoint of step {step} to be on disk", 3 * self._deadlines.save):
             try:
-                await asyncio.to_thread(self._checkpoints.save, step, write)
+                self._thread = in_daemon_thread(partial(self._checkpoints.save, step, write), f"checkpoint {step}")
+                await asyncio.wrap_future(self._thread)
             except CheckpointLost as lost:
                 self._ledger.event("checkpoint", str(lost))
                 self._started_step, self._lost = self.saved_step, self._lost + 1

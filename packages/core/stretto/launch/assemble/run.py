@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, closing, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -105,7 +105,8 @@ class StartState:
 
 @dataclass(frozen=True)
 class RunContext:
-    """Plan, folder, starting point, ledger, reporter and stop signal of the run that is being assembled."""
+    """Plan, folder, starting point, ledger, reporter and stop signal of the run that is being assembled. `behind`: what
+    is to be ended after the roles."""
 
     plan: Plan
     folder: RunFolder
@@ -113,6 +114,7 @@ class RunContext:
     ledger: Ledger
     reporter: Reporter
     stop: StopSignal
+    behind: AsyncExitStack
 
     def report(self, sentence: str) -> None:
         """Show a log line about the roles, and record it as an event in the ledger."""
@@ -148,7 +150,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
             place = reference.path if reference is not None else None
             copy_policy(source, folder.policy(0), lambda policy: seal_start(ledger, policy, place))
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
-        context = RunContext(plan=plan, folder=folder, start=start, ledger=ledger, reporter=reporter, stop=stop)
+        context = RunContext(plan, folder, start, ledger, reporter, stop, behind := AsyncExitStack())
         for sentence in (*start.sentences(), *policies_to_go(plan, folder, start.version)):
             reporter.say(sentence)
         _drop_what_came_later(context)
@@ -158,7 +160,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         ledger.put(CONDUCTOR, tenure := next_tenure(ledger.get(CONDUCTOR, Tenure)))
         ledger.flush()  # before another process hears of it
         reporter.say(f"starting the roles: {_roles_of(plan.recipe)}")
-        async with _followed(context):
+        async with _followed(context), behind:
             async with running_roles(
                 plan=plan,
                 folder=folder,
@@ -325,6 +327,7 @@ async def _train(
         steps=recipe.trainer.steps,
         deadlines=recipe.deadlines,
     )
+    context.behind.push_async_callback(conductor.checkpointing.close)
     _record_again(context, roles.trainer.replayed, controller, recorder)
     try:
         await _conduct(context, roles, conductor)
@@ -332,7 +335,6 @@ async def _train(
             ledger.put(ENDING, Ending("finished", why))
     finally:
         await conductor.evaluation.close()
-        await conductor.checkpointing.close()
     recorder.conclude()
 
 
