@@ -4,6 +4,7 @@ one way; what has passed is no alarm.
 
 import pickle
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto_report.audit.alarms import CHECKS, AlarmWatch, findings_of, mismatch_of
-from stretto_report.audit.evidence import WINDOW, Alarm, Disk, Evidence
+from stretto_report.audit.evidence import WINDOW, Alarm, Disk, Evidence, fallen
 from tests.store.lines import evaluation_line, step_line
 
 N = 60
@@ -276,6 +277,7 @@ RARE = np.where(np.arange(LONG) % 97 == 0, 1.0, np.nan)  # of which no block may
     [
         ("trainer.entropy", np.where(BEHIND, 0.1, 1.0)),
         ("length_mean", np.where(BEHIND, 400.0, 100.0)),
+        ("length_mean", np.where(np.arange(LONG) < 20, 100.0, 400.0)),
         ("accuracy", np.where(BEHIND, 0.1, 0.6)),
         ("staleness_mean", np.where(BEHIND, 5.0, 1.0)),
         ("canary.one", np.where(BEHIND, 0.9, 0.01) * RARE),
@@ -286,10 +288,17 @@ RARE = np.where(np.arange(LONG) % 97 == 0, 1.0, np.nan)  # of which no block may
         ("busy.engine-0", np.full(LONG, 0.9)),
     ],
 )
-def test_a_long_run_has_the_alarms_of_all_its_steps(series: str, values: npt.ArrayLike) -> None:
-    found = _long(series, values)
+@pytest.mark.parametrize("before", [0, 100_000], ids=["a run", "a branch"])
+def test_a_long_run_has_the_alarms_of_all_its_steps(series: str, values: npt.ArrayLike, before: int) -> None:
+    found = replace(long := _long(series, values), steps=long.steps + before)
     assert len(found.thinned().steps) < 6_500
     assert _named(found) == [(alarm.name, alarm.first_step) for check in CHECKS for alarm in check.alarms(found)]
+
+
+def test_a_role_is_idle_in_steps_that_became_one_row_only_if_it_is_in_each_of_them() -> None:
+    ((name, since),) = _named(_long("busy.engine-0", np.where(np.arange(1, LONG + 1) == 10_003, 0.9, 0.0)))
+    assert name == "idle_role"
+    assert 10_003 < since <= 10_011
 
 
 def test_a_leak_that_only_a_long_run_shows_is_an_alarm() -> None:
@@ -299,10 +308,19 @@ def test_a_leak_that_only_a_long_run_shows_is_an_alarm() -> None:
 
 def test_what_is_kept_of_a_run_does_not_grow_with_its_steps_and_is_that_of_all_of_them(tmp_path: Path) -> None:
     live, sizes, lines = AlarmWatch(tmp_path, {}), list[int](), list[StepMetrics]()
+    evaluations = [_evaluation(step, 0.5 - step / 50_000 + step % 7 / 100) for step in range(0, LONG, 2)]
     for step in range(1, LONG + 1):
         some = {"engine-0": step / LONG} if step % 97 == 0 else {}
         lines.append(step_line(step, accuracy=0.5 + 0.4 * (step % 7 == 0), canary=some, memory={"trainer": 500.0}))
         live.step(lines[-1])
+        if step % 2:
+            live.evaluated(evaluations[step // 2])
         sizes.append(len(pickle.dumps(live)) if step % 1000 == 0 else 0)
     assert max(sizes[8_000:]) < 1.1 * max(sizes[:8_000])
-    assert live.findings() == findings_of(Evidence.of(lines))
+    found = replace(Evidence.of(lines), evaluations=evaluations)
+    assert live.findings() == findings_of(found)
+    fell, kept = fallen(evaluations), fallen((thinned := found.thinned()).evaluations, thinned.left_out)
+    assert fell is not None
+    assert kept is not None
+    assert kept[0] == fell[0]
+    assert 0 <= kept[1].step - fell[1].step <= 8

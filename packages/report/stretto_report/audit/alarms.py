@@ -290,7 +290,7 @@ class AlarmWatch:
         recipe = _tables(RunFolder(folder).recipe) if recipe is None else recipe
         self._folder, self._known = folder, evidence_of(Evidence.of(()), (), recipe, None)
         self._steps, self._series = array("q"), dict[str, "array[float]"]()
-        self._evaluations: list[EvaluationLine] = []
+        self._evaluations, self._left_out = list[EvaluationLine](), self._known.left_out
         self._undecided_reason = ""
 
     def step(self, metrics: StepMetrics) -> None:
@@ -303,14 +303,20 @@ class AlarmWatch:
                 column.append(value)
         self._steps.append(metrics.step)
         self._undecided_reason = metrics.undecided_reason or self._undecided_reason
-        if metrics.step % RECENT == 0:
-            found = self._evidence().thinned()
-            self._steps = array("q", found.steps.tobytes())
-            self._series = {name: array("d", values.tobytes()) for name, values in found.series.items()}
+        if (metrics.step - self._steps[0]) % RECENT == 0:
+            self._thin()
 
     def evaluated(self, evaluation: EvaluationLine) -> None:
         """Append the next evaluation of the held-out questions."""
         self._evaluations.append(evaluation)
+        if len(self._evaluations) % RECENT == 0:
+            self._thin()
+
+    def _thin(self) -> None:
+        found = self._evidence().thinned()
+        self._steps, self._evaluations = array("q", found.steps.tobytes()), list(found.evaluations)
+        self._left_out = found.left_out
+        self._series = {name: array("d", values.tobytes()) for name, values in found.series.items()}
 
     def sentences(self) -> dict[str, str]:
         """Return the alarms that fire now: the line to print, by the title of the alarm."""
@@ -325,14 +331,16 @@ class AlarmWatch:
         now."""
         found = dataclasses.replace(self._evidence(), undecided_reason=self._undecided_reason)
         disk, filtered = disk_of(self._folder), filtered_of(self._folder, found.many)
-        return findings_of(dataclasses.replace(found, evaluations=self._evaluations, disk=disk, filtered=filtered))
+        return findings_of(dataclasses.replace(found, disk=disk, filtered=filtered))
 
     def _evidence(self) -> Evidence:
         steps = np.array(self._steps, np.int64)
         series = {name: np.full(len(steps), np.nan) for name in self._series}
         for name, column in self._series.items():
             series[name][: len(column)] = column
-        return dataclasses.replace(self._known, steps=steps, series=series)
+        return dataclasses.replace(
+            self._known, steps=steps, series=series, evaluations=self._evaluations, left_out=self._left_out
+        )
 
 
 def findings_of_run(path: Path) -> AlarmReport:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import NormalDist
 
 import numpy as np
@@ -20,12 +21,13 @@ from stretto.store.series.metrics import EvaluationLine, StepMetrics, alike
 
 WINDOW = 10  #: measured steps in a window
 RECENT = 2048  #: newest steps that `Evidence.thinned` leaves as they are, at least
-_FIRST = 256  # steps at the beginning that it leaves
+_FIRST = 256  # steps at the beginning of the evidence that it leaves, whatever their numbers (a branch begins later)
 _CHANCE = 0.001  # probability that some pair of a run's evaluations differs by chance
 
 Numbers = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+Questions = tuple[int, int, str]  # what an evaluation asked: its prompts, completions and digest
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,12 @@ def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
     return None if found is None else Onset(found.first, float(best[-1]), found.now)
 
 
-def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, EvaluationLine] | None:
+def fallen(
+    evaluations: Sequence[EvaluationLine], left_out: Mapping[Questions, int] = {}
+) -> tuple[EvaluationLine, EvaluationLine] | None:
     """Return the evaluation with the best accuracy, and the first evaluation since which all are worse than the best by
     more than chance. None if the newest is not worse, or fewer than two count. `evaluations`: in the order of the run;
-    only those of the same questions as the newest count.
+    only those of the same questions as the newest count. `left_out`: as in `Evidence`.
 
     The threshold allows for many comparisons: the best of several is chosen, and the newest is tested each time.
     """
@@ -113,7 +117,7 @@ def fallen(evaluations: Sequence[EvaluationLine]) -> tuple[EvaluationLine, Evalu
     if len(evaluations) < 2:
         return None
     best = max(evaluations, key=lambda line: line.accuracy)
-    bound = needed(len(evaluations))
+    bound = needed(len(evaluations) + sum(left_out[of] for of in left_out if evaluations[-1].is_like(*of)))
     behind = evaluations[evaluations.index(best) + 1 :]
     below = [_deviations(best, line) > bound for line in behind]
     if not below or not below[-1]:
@@ -219,7 +223,7 @@ class Evidence:
     token between engine and trainer that rounding explains for their dtypes. `undecided_reason`: most frequent reason
     of the newest step with undecided verdicts; "": none. `filtered`: number of completions filtered since the newest
     group that was kept, counted to a few times `many`, and a reason of the filter that refused the most; an alarm from
-    `many` on.
+    `many` on. `left_out`: number of evaluations that `thinned` has left out, by their questions.
     """
 
     steps: Steps
@@ -232,6 +236,7 @@ class Evidence:
     undecided_reason: str = ""
     filtered: tuple[int, str] = (0, "")
     many: float = math.inf
+    left_out: Mapping[Questions, int] = field(default_factory=dict)
 
     @property
     def in_force(self) -> float | None:
@@ -242,26 +247,35 @@ class Evidence:
 
     def thinned(self) -> Evidence:
         """Return the evidence with fewer than 6,500 rows, however long the run is, and only the series that alarms
-        read.
+        read. Of evaluations of the same questions there are no more than rows.
 
         The first 256 and at least the newest 2,048 steps stay. Of those between, blocks of 2, 4, 8, … steps become one
-        row each: its first step, with the first measurement of each series in the block. Evidence that was thinned
-        earlier, with the steps that followed, is thinned to the same rows as that of all steps.
+        row each: its first step, with the first measurement of each series in the block, and the greatest of a busy
+        share: a role is idle in a block if it is in all of its steps. Of evaluations the best of the block stays.
+        Evidence that was thinned earlier, with the steps that followed, is thinned to the same rows as that of all
+        steps.
         """
-        newest = int(self.steps[-1]) if len(self.steps) else 0
-        blocks = newest // RECENT - 1  # of `RECENT` steps: what becomes a row once stays one when there are more
+        begin, newest = (int(self.steps[0]), int(self.steps[-1])) if len(self.steps) else (0, 0)
+        blocks = (newest - begin) // RECENT - 1  # of `RECENT` steps: what becomes a row once stays one with more
         if blocks < 2:
             return self
-        size = 1 << (blocks - 1).bit_length()
-        between = (self.steps >= _FIRST) & (self.steps < blocks * RECENT)
-        keys = np.where(between, self.steps // size * size, self.steps)
+        keys, _ = _blocks(self.steps - begin, blocks)
         begins = np.diff(keys, prepend=keys[0] - 1) != 0
         rows, series = np.cumsum(begins) - 1, dict[str, Numbers]()
         for name in filter(is_read, self.series):
-            known = np.flatnonzero(np.isfinite(self.series[name]))[::-1]  # so the first of a row is written last
+            values = self.series[name]
+            if name.startswith("busy."):  # NaN, as which a role counts as busy, is greater than any number
+                series[name] = np.maximum.reduceat(values, np.flatnonzero(begins))
+                continue
+            known = np.flatnonzero(np.isfinite(values))[::-1]  # so the first of a row is written last
             series[name] = np.full(int(rows[-1]) + 1, np.nan)
-            series[name][rows[known]] = self.series[name][known]
-        return dataclasses.replace(self, steps=self.steps[begins], series=series)
+            series[name][rows[known]] = values[known]
+        evaluations = _best_of_blocks(self.evaluations, begin, blocks)
+        left_out = Counter(self.left_out) + Counter(map(_questions, self.evaluations))
+        left_out.subtract(map(_questions, evaluations))
+        return dataclasses.replace(
+            self, steps=self.steps[begins], series=series, evaluations=evaluations, left_out=left_out
+        )
 
     @classmethod
     def of(cls, steps: Sequence[StepMetrics]) -> Evidence:
@@ -274,6 +288,31 @@ class Evidence:
         reasons = [step.undecided_reason for step in steps if step.undecided_reason]
         numbers = np.array([step.step for step in steps], np.int64)
         return cls(numbers, series, undecided_reason=reasons[-1] if reasons else "")
+
+
+def _blocks(places: Steps, blocks: int) -> tuple[Steps, Flags]:
+    """Return the number of the row of each of these steps, counted from the first of the evidence, and whether it is of
+    a block of several steps. `blocks`: number of the oldest `RECENT` steps that may be thinned, in these."""
+    size = 1 << (blocks - 1).bit_length()
+    between = (places >= _FIRST) & (places < blocks * RECENT)
+    return np.where(between, np.maximum(places // size * size, _FIRST), places), between
+
+
+def _best_of_blocks(evaluations: Sequence[EvaluationLine], begin: int, blocks: int) -> Sequence[EvaluationLine]:
+    """Return the evaluations, in their order, of each block only the best of the same questions (the first of several).
+    `begin`: first step of the evidence; `blocks`: as for `_blocks`."""
+    steps = np.array([line.step for line in evaluations], np.int64)
+    keys, between = _blocks(steps - begin, blocks)
+    best = dict[tuple[object, ...], int]()
+    for place, line in enumerate(evaluations):
+        row = (int(keys[place]), *_questions(line)) if between[place] else (place,)
+        if line.accuracy > evaluations[best.setdefault(row, place)].accuracy:
+            best[row] = place
+    return [evaluations[place] for place in sorted(best.values())]
+
+
+def _questions(line: EvaluationLine) -> Questions:
+    return line.prompts, line.samples, line.asked
 
 
 _VERDICTS = ("reward", "accuracy", "undecided")

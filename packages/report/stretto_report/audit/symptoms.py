@@ -77,7 +77,7 @@ _FAR, _FAR_REFERENCE = 0.5, 3.0  # nats a token
 def reward_without_accuracy(found: Evidence) -> Iterator[Alarm]:
     """Yield an alarm if, since the best held-out accuracy, the reward has risen and the accuracy has fallen, both by
     more than chance: the policy games the reward."""
-    if (worse := fallen(found.evaluations)) is None:
+    if (worse := fallen(found.evaluations, found.left_out)) is None:
         return
     (best, since), last = worse, found.evaluations[-1]
     if (rise := rises(found.steps, found.series.get("reward"), best.step, last.step)) is not None:
@@ -94,7 +94,7 @@ def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
     steps, and that began after the newest evaluation, if any."""
     name, title, (steps, series) = "accuracy_falling", "accuracy falling", (found.steps, found.series)
     last = found.evaluations[-1] if found.evaluations else None
-    if last is not None and (worse := fallen(found.evaluations)) is not None:
+    if last is not None and (worse := fallen(found.evaluations, found.left_out)) is not None:
         best, since = worse
         lost = best.accuracy - last.accuracy >= _WORSE * best.accuracy
         if lost and rises(steps, series.get("reward"), best.step, last.step) is None:
