@@ -13,7 +13,8 @@ import pytest
 
 from stretto.core.forest import TurnRequest, way_to
 from stretto.core.records import Prompt, Sampling, Segment, StopReason, Trajectory
-from stretto.rollout.workflow import WorkflowConfig
+from stretto.rollout.workflow import QuestionDetails, WorkflowConfig
+from stretto.trainer.batch.paths import paths_of
 from stretto_verify.sandbox.probe import probe
 from stretto_workflows.built_in import tools
 from stretto_workflows.built_in.best_of_n import BestOfN
@@ -21,8 +22,8 @@ from stretto_workflows.built_in.self_play import SelfPlay
 from stretto_workflows.built_in.tools import PythonTool, Search, calculate
 from stretto_workflows.built_in.user_simulator import UserSimulator
 from stretto_workflows.built_in.wording import filled
-from stretto_workflows.exchange import Exchange, Services
-from stretto_workflows.pool import WorkflowPool
+from stretto_workflows.exchange import Services
+from stretto_workflows.pool import WorkflowGroups, WorkflowPool
 from stretto_workflows.rendering import PlainRendering, TemplateRendering
 from stretto_workflows.session import MemoryRecord, Session
 from stretto_workflows.task import TurnReply, WorkflowTask
@@ -59,15 +60,20 @@ def played(
         return whole
 
     async def run() -> Trajectory:
-        rendering = TemplateRendering(TOKENIZER)
         plain = PlainRendering(lambda text: TOKENIZER.encode(text, special_tokens=False))
-        tokens = rendering.prompt(MESSAGES, 0, (), ())[0] if chat else spelt("3+4=", end=False)
-        prompt = Prompt("17", tokens, "3+4=", "7")
-        session = Session("0.17.0/0", tokens, 1, sample, record)
-        services = Services(score, TOKENIZER.decode, plain, rendering, Sampling(64), 4096, verdict, config)
-        task = WorkflowTask("17", "3+4=", "7", MESSAGES)
+        services = Services(
+            score, TOKENIZER.decode, plain, TemplateRendering(TOKENIZER), Sampling(64), 4096, verdict, config
+        )
+        key = ("17", "3+4=", "7")
+        tokens = TOKENIZER.encode_chat(MESSAGES) if chat else spelt("3+4=", end=False)
+        details = QuestionDetails(chats={key: MESSAGES} if chat else {})
+
+        def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
+            return Session(id, prompt, seed, sample, record)
+
         async with WorkflowPool(config, tmp_path / "log.txt", spawner=session_server()) as pool:
-            return await pool.run(Exchange(session, prompt, task, services, rendering if chat else None))
+            groups = WorkflowGroups(pool, opened, details, services)
+            return await groups.member("0.17.0/0", Prompt("17", tokens, "3+4=", "7"), 0, 1)
 
     return asyncio.run(run()), asked
 
@@ -97,9 +103,23 @@ def test_tools_are_called_as_the_template_has_them(tmp_path: Path) -> None:
             return text.rpartition("<tool_response>\n")[2].partition("\n")[0]
         return '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call>'
 
-    trajectory, _ = played(WorkflowConfig(function="tools", settings={"tools": ["calculator"]}), script, tmp_path)
+    trajectory, asked = played(WorkflowConfig(function="tools", settings={"tools": ["calculator"]}), script, tmp_path)
     assert (trajectory.verdict.reward, trajectory.verdict.rewards) == (1.0, {"calls": 1.0})
     assert "<tool_response>\n7\n</tool_response>" in spelling(trajectory, len(trajectory.segments) - 1)
+    assert [TOKENIZER.spell(prompt).count("Evaluates an arithmetic expression.") for prompt in asked] == [1, 1]
+    [path] = paths_of(Prompt("17", TOKENIZER.encode_chat(MESSAGES), "3+4=", "7"), trajectory)
+    begins = [at for at in path.places.tolist() if at - 1 not in path.places]
+    assert [tuple(path.token_ids[:at].tolist()) for at in begins] == asked  # trained behind what it was sampled behind
+
+
+def test_the_prompt_of_every_turn_has_the_tools_that_it_offers(tmp_path: Path) -> None:
+    config = WorkflowConfig(function="tests.workflows.users_own:Offers")
+    trajectory, asked = played(config, lambda text: "7", tmp_path)
+    spelt = [TOKENIZER.spell(prompt) for prompt in asked]
+    assert [text.count("Adds two numbers.") for text in spelt] == [0, 1, 1, 1, 0]
+    for before, behind in ((1, 2), (2, 3)):  # what was said is not encoded again
+        assert asked[behind][: len(asked[before])] == asked[before]
+    assert [one.cause for one in trajectory.segments if one.cause] == ["tools_changed", "subagent"]
 
 
 def test_a_user_whom_the_model_plays_talks_in_a_conversation_of_its_own(tmp_path: Path) -> None:

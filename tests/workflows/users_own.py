@@ -240,6 +240,18 @@ class Talks(stretto.Workflow):
         return float(await chat.score("2"))
 
 
+class Offers(stretto.Workflow):
+    """Speaks before its first turn, offers a tool with two of its turns, and has another role."""
+
+    async def run(self, task: stretto.WorkflowTask, chat: stretto.Conversation) -> float:
+        tools = [{"name": "add", "description": "Adds two numbers."}]
+        for offered in ([], tools, [], tools):
+            chat.say("Go on.")
+            await chat.generate(tools=offered)
+        await chat.new([{"role": "user", "content": "1+1="}]).generate()
+        return 1.0
+
+
 class Counts(stretto.Workflow):
     """Rewards the digits of each turn: something that a model without any knowledge learns in seconds."""
 

@@ -150,7 +150,8 @@ class Conversation:
         Args:
             messages: the whole history before the turn.
             token_ids: the exact prompt of the turn, in place of messages.
-            tools: tools that the model may call, as in Chat Completions.
+            tools: tools that the model may call, as in Chat Completions, which the chat template describes. A turn with
+                other tools than the history's begins a branch: all its messages are encoded anew.
             max_tokens: a limit below ``sampling.max_tokens``, from 1; None: that one.
             stop: further stop texts, or a single one, beside those of the recipe.
             cause: reason for a branch that begins with this turn, for the record.

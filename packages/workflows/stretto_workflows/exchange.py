@@ -17,7 +17,7 @@ from stretto.core.states import why_no_reward
 from stretto.rollout.single_turn import Detokenize, Score
 from stretto.rollout.workflow import WorkflowConfig
 from stretto_verify.thoughts import with_opening
-from stretto_workflows.rendering import Rendering
+from stretto_workflows.rendering import Rendering, Tools
 from stretto_workflows.session import Session
 from stretto_workflows.task import TurnReply, WorkflowTask
 from stretto_workflows.wire import CallOrder, MemberEnded, OrderDone, ScoreOrder, TurnOrder
@@ -71,6 +71,7 @@ class Exchange:
         self._turns = self._sampled = self._reserved = 0  # `_reserved`: tokens that turns in progress may sample
         self._turn_ended = asyncio.Event()
         self._thoughts: set[str] = set()  # texts of turns that end within a thought of the prompt
+        self._told: dict[int, Tools] = {}  # tools that the tokens before the end of a turn describe, by node
 
     def again(self) -> Exchange:
         """Make a new exchange for the same trajectory, to run its workflow again with the recorded turns. Call it only
@@ -88,9 +89,7 @@ class Exchange:
             DeadlineExceeded: an engine did not finish it in time.
         """
         services, limits = self._services, self._services.config
-        prompt, cause = order.token_ids, ""
-        if not prompt:
-            prompt, cause = self._rendered(order)
+        prompt, cause, told = self._rendered(order)
         sampling = self._sampling(order.sampling, len(prompt))
         if self._turns >= limits.max_turns:
             raise RefusedRequest("generate", f"turn {self._turns + 1}", f"workflow.max_turns is {limits.max_turns}")
@@ -102,7 +101,7 @@ class Exchange:
         except BaseException:  # the workflow got no turn, so none counts
             self._turns -= 1
             raise
-        segment = turn.segment
+        segment, self._told[turn.node] = turn.segment, told
         text, opens = services.detokenize(segment.token_ids), "" if order.token_ids else self._prompt.opens
         if with_opening(text, opens) != text:
             self._thoughts.add(text)
@@ -116,10 +115,12 @@ class Exchange:
         self._sampled -= self.session.forest.segments[node].length
         self.session.take_back(node)
 
-    def _rendered(self, order: TurnOrder) -> tuple[Tokens, str]:
-        held = self._held(order)
+    def _rendered(self, order: TurnOrder) -> tuple[Tokens, str, Tools]:
+        if order.token_ids:
+            return order.token_ids, "", ()
+        held, told = self._held(order), self._told.get(order.node, ())
         try:
-            return self._rendering.prompt(order.messages, order.known, held, order.tools)
+            return self._rendering.prompt(order.messages, order.known, held, order.tools, told)
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # invalid messages of the user
             found = f"{type(error).__name__}: {error}"
             raise RefusedRequest("messages", found, 'a message is {"role": ..., "content": text}') from None

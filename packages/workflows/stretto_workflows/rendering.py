@@ -17,6 +17,9 @@ from stretto_workflows.chat.messages import Message, Tool, ToolCall
 from stretto_workflows.chat.tool_calls import HermesForm, Parsed, form_of, split_reasoning
 from stretto_workflows.task import ChatMessage
 
+#: Tools of a turn, as in Chat Completions.
+Tools = Sequence[Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class PlainRendering:
@@ -31,19 +34,21 @@ class PlainRendering:
     encode: Callable[[str], Tokens]
 
     def prompt(
-        self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[Tokens, str]:
-        """Whole prompt of the next turn, after all `messages`, and the cause of a branch: always "" here;
-        `TemplateRendering` gives "drift" if its chat template cannot continue `held` with the messages after it.
+        self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Tools, told: Tools = ()
+    ) -> tuple[Tokens, str, Tools]:
+        """Whole prompt of the next turn, after all `messages`, the cause of a branch, and the tools that the prompt
+        describes: always "" and none here. `TemplateRendering` gives "drift" if its chat template cannot continue
+        `held` with the messages after it, and "tools_changed" if a reply was sampled without these tools.
         `held`: tokens of the first `known` messages, as sampled; empty if none are known. `tools`: of the turn.
+        `told`: tools that `held` describes.
 
         Raises:
             RefusedRequest: a message or a tool is invalid.
             DataError: the chat template refuses the messages, or the tokenizer cannot encode a character.
         """
-        return held + self.encode("".join(_read(message).text for message in messages[known:])), ""
+        return held + self.encode("".join(_read(message).text for message in messages[known:])), "", ()
 
-    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
+    def message(self, said: Tokens, text: str, tools: Tools, opens: str = "") -> dict[str, Any]:
         """Convert a completion to a chat message of the assistant. With `tools`, its tool calls are parsed, in the
         format of Hermes; without, all of it is text. `said`: the completion's tokens. `text`: its text without special
         tokens. `opens`: opening mark of the thought that the prompt opens, "" if it opens none."""
@@ -59,17 +64,19 @@ class TemplateRendering:
         self._form = form_of(template.chat_template)
 
     def prompt(
-        self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[Tokens, str]:
-        if held and known == len(messages):
-            return held, ""
+        self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Tools, told: Tools = ()
+    ) -> tuple[Tokens, str, Tools]:
+        replied = bool(held) and messages[known - 1].get("role") == "assistant"
+        changed = bool(tools) and tools != told
+        if held and known == len(messages) and (replied or not changed):  # a reply that goes on stays as it was begun
+            return held, "", told
         history, offered = [_read(message) for message in messages], [_tool(tool) for tool in tools]
-        if not held or history[known - 1].role != "assistant":
-            return self._renderer.whole(history, offered), ""
+        if not replied or changed:
+            return self._renderer.whole(history, offered), "tools_changed" if replied else "", tools
         tail = self._renderer.tail(history[known - 1], held, history[known:], offered)
-        return (self._renderer.whole(history, offered), "drift") if tail is None else (held + tail, "")
+        return (self._renderer.whole(history, offered), "drift", tools) if tail is None else (held + tail, "", told)
 
-    def message(self, said: Tokens, text: str, tools: Sequence[Mapping[str, Any]], opens: str = "") -> dict[str, Any]:
+    def message(self, said: Tokens, text: str, tools: Tools, opens: str = "") -> dict[str, Any]:
         reasoning, rest = split_reasoning(text, opens)
         parsed = None
         if tools:  # some calls begin with a special token
