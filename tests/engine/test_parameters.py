@@ -71,6 +71,20 @@ def test_adapters_after_a_whole_version_are_added_to_that_one() -> None:
     assert made.first.weight.tolist() == [[10, 0, 20], [-1, 0, -2]]
 
 
+def test_a_layer_that_later_adapters_leave_out_has_its_base_weight_again(tmp_path: Path) -> None:
+    made = model()
+    parameters, second = Parameters(made), made.second.weight.clone()
+    both = {"first.lora_A": A, "first.lora_B": B, "second.lora_A": torch.ones(1, 2), "second.lora_B": torch.ones(2, 1)}
+    parameters.load(both)
+    fewer = {"first.lora_A": A, "first.lora_B": 2 * B}
+    parameters.load(fewer)
+    assert torch.equal(made.second.weight, second)
+    assert torch.equal(made.first.weight, torch.tensor(START) + 2 * B @ A)
+    assert parameters.differing(SharedMemoryPublisher("run", tmp_path).publish(0, fewer.items())) == ((), 2)
+    parameters.load(both)
+    assert torch.equal(made.second.weight, second + 1)
+
+
 @pytest.mark.parametrize(("spare", "beyond"), [(None, []), (1 << 20, []), (8, ["first"])])
 def test_base_weights_that_the_device_has_no_room_for_are_kept_on_the_host(
     spare: int | None, beyond: list[str], monkeypatch: pytest.MonkeyPatch

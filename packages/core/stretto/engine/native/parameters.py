@@ -79,6 +79,9 @@ class Parameters:
             return
         self._adapters = {name: tensor.to("cpu", torch.float32, copy=True) for name, tensor in tensors.items()}
         weights = {layer: self._parameters[f"{layer}.weight"] for layer in _layers(tensors)}
+        for layer in self._bases.keys() - weights.keys():  # earlier adapters had it, these do not
+            self._parameters[f"{layer}.weight"].copy_(self._bases[layer])
+            del self._bases[layer]
         new = sum(weight.nbytes for layer, weight in weights.items() if layer not in self._bases)
         if new and self.spare is not None:
             self._beyond = new > self.spare
