@@ -6,6 +6,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 
 from stretto.model.kernels import choose
+from stretto_kernels import choices
 from stretto_kernels.steps import matmul
 from stretto_kernels.steps.matmul import FILE, GENERATION, TRAINING, KernelChoice, Name, Shape, measure
 
@@ -24,6 +27,7 @@ import os, sys, time
 from pathlib import Path
 import torch
 from stretto.model.kernels import choose
+from stretto_kernels import choices
 from stretto_kernels.steps import matmul
 def unsteady(shape, dtype, kernels):
     time.sleep(0.2)
@@ -67,6 +71,28 @@ def test_two_engines_that_start_together_choose_alike(tmp_path: Path) -> None:
     first, second = (engine.communicate("go\n", timeout=60)[0] for engine in engines)
     assert first == second != ""
     assert len(json.loads((tmp_path / "run" / FILE).read_text())) == len(SHAPES)
+
+
+def test_who_waits_long_for_the_first_engine_of_a_run_takes_its_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, measuring, seen = tmp_path / "run.json", threading.Event(), list[Shape]()
+    found = dict[Shape, KernelChoice]()
+
+    def unsteady(shape: Shape, dtype: torch.dtype, kernels: Sequence[Name]) -> KernelChoice:
+        measuring.set()
+        seen.append(shape)
+        time.sleep(0.3)
+        return KernelChoice("onednn", len(seen))
+
+    monkeypatch.setattr(choices, "_LOCK_SECONDS", 0.1)
+    monkeypatch.setattr(matmul, "measure", unsteady)
+    first = threading.Thread(target=lambda: found.update(choose(SHAPES, torch.float32, GENERATION, record)))
+    first.start()
+    measuring.wait(10)
+    second = choose(SHAPES, torch.float32, GENERATION, record)
+    first.join()
+    assert second == found != {}
 
 
 def test_a_choice_on_record_outlives_what_the_cache_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

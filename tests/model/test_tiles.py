@@ -2,12 +2,15 @@
 each tile reads what the first one reads.
 """
 
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from stretto_kernels import choices
 from stretto_kernels.gpu import tables
 from stretto_kernels.gpu.attention import TABLE, Tile, chosen, read_rows
 from stretto_kernels.gpu.tables import cut, read_seconds, slots_of
@@ -36,6 +39,24 @@ def test_the_fastest_that_can_be_run_is_taken_by_all(tmp_path: Path) -> None:
     assert chosen("a card", slow, None) == TABLE[0]
     record.write_text("damaged")
     assert chosen("a card", lambda tile: float(tile != TABLE[0]), record) == TABLE[0]
+
+
+def test_who_waits_long_for_the_first_engine_of_a_run_takes_its_tile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, measuring = tmp_path / "tiles.json", threading.Event()
+
+    def seconds(tile: Tile) -> float:
+        measuring.set()
+        time.sleep(0.1)
+        return float(tile != TABLE[-1])
+
+    monkeypatch.setattr(choices, "_LOCK_SECONDS", 0.1)
+    first = threading.Thread(target=chosen, args=("a card", seconds, record))
+    first.start()
+    measuring.wait(10)
+    assert chosen("a card", slow, record) == TABLE[-1]
+    first.join()
 
 
 def test_a_file_that_cannot_be_written_leaves_the_first(tmp_path: Path) -> None:

@@ -16,6 +16,9 @@ import msgspec
 log = logging.getLogger(__name__)
 
 _LOCK_SECONDS = 20.0
+#: Longest wait for the lock of a run's record, whose holder may compile for minutes: more than a start may take. Who
+#: gave up would choose for itself, and round otherwise than the other processes of the run.
+RUN_SECONDS = 3600.0
 #: What decoding bytes of others with msgspec may raise: bytes of another form, text that is not UTF-8, deep nesting.
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
@@ -23,14 +26,15 @@ T = TypeVar("T")
 
 
 @contextmanager
-def locked(file: Path) -> Iterator[bool]:
+def locked(file: Path, seconds: float | None = None) -> Iterator[bool]:
     """Context manager: hold the lock of a file that is read and written in the block. Yields True; or False, after a
-    logged warning, if the file's folder cannot be written or the lock is not free within 20 s: then it is not held."""
+    logged warning, if the file's folder cannot be written or the lock is not free within `seconds` (None: 20): then it
+    is not held."""
     with ExitStack() as held:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             lock = held.enter_context(file.with_name(f".{file.name}.lock").open("wb"))
-            end = time.monotonic() + _LOCK_SECONDS
+            end = time.monotonic() + (_LOCK_SECONDS if seconds is None else seconds)
             while True:
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -30,7 +30,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from stretto_kernels.choices import locked, read_choices, write_choices
+from stretto_kernels.choices import RUN_SECONDS, locked, read_choices, write_choices
 from stretto_kernels.gpu.launching import kernel, launches_on, tl, triton
 from stretto_kernels.rule import Rule
 
@@ -60,7 +60,7 @@ def chosen(name: str, seconds: Callable[[Tile], float], record: Path | None) -> 
     written. `seconds`: measures a tile."""
     if record is None:
         return TABLE[0]
-    with locked(record) as written:
+    with locked(record, RUN_SECONDS) as written:
         known = read_choices(record, Tile)
         if name in known:
             return known[name]

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from stretto_kernels.choices import locked, read_choices, write_choices
+from stretto_kernels.choices import RUN_SECONDS, locked, read_choices, write_choices
 from stretto_kernels.compiled import computes
 from stretto_kernels.panels import KINDS, PAIRED, in_panels, multiply_panels
 
@@ -180,7 +180,8 @@ def choose(
     """Choose one of `kernels` for each weight shape [N, K]. A choice comes from the file `record`, else from the file
     `cache`, else from a measurement, and is written to both files (`record` None: to `cache` alone). `machine`:
     processor and cores, which choices are kept by. A file that cannot be written, or whose lock is not free within 20
-    s, is only read, with a warning. Shapes too small to matter are left out, and all if no kernel `fits`."""
+    s (`record`: within an hour), is only read, with a warning. Shapes too small to matter are left out, and all if no
+    kernel `fits`."""
     offered = [kernel for kernel in kernels if fits(kernel, dtype)]
     place = f"{machine}, {torch.get_num_threads()} threads, torch {torch.__version__}"
     worth = [shape for shape in shapes if _TOKENS[-1] * math.prod(shape) >= _FEWEST_MULTIPLICATIONS and offered]
@@ -189,11 +190,11 @@ def choose(
     names = {shape: f"{place}: {kind}, {shape[0]} x {shape[1]}, {use}" for shape in worth}
     if not names and record is None:
         return {}
-    files = [*([record] if record is not None else []), cache]
+    files = {cache: None} if record is None else {record: RUN_SECONDS, cache: None}  # all processes in this order
     with ExitStack() as locks:
-        written = [file for file in files if locks.enter_context(locked(file))]  # all processes in this order
-        cached, recorded = (read_choices(file, KernelChoice) for file in (files[-1], files[0]))
-        recorded = recorded if record is not None else {}
+        written = [file for file, seconds in files.items() if locks.enter_context(locked(file, seconds))]
+        cached = read_choices(cache, KernelChoice)
+        recorded = read_choices(record, KernelChoice) if record is not None else {}
         chosen = {
             shape: next((recorded[one] for one in _names(name) if one in recorded), None)
             or cached.get(name)
