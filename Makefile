@@ -175,7 +175,7 @@ format: .venv/ready-test  ## put the sources in form
 
 bench: bench-virtual bench-sandbox bench-loop  ## virtual clock, sandbox, loop; tables on the screen, JSON in benchmarks/results
 
-bench-quick: .venv/ready-run  ## ten ratios in five minutes, beside those on record; AGAINST=REVISION: beside that commit; RECORD=1: and on record
+bench-quick: .venv/ready-test  ## the ratios of the ten goals in five minutes, beside those on record; AGAINST=REVISION: beside that commit; RECORD=1: and on record
 	$(RUN) benchmarks.quick $(if $(AGAINST),--against $(AGAINST)) $(if $(RECORD),--record)
 
 bench-virtual: .venv/ready-run  ## on the virtual clock: staleness policies, decisions per second

@@ -43,9 +43,10 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     "inspect NORUN": ("inspect", "nosuch"),
     "inspect RUN": ("inspect", "run"),
 }
-_RIGHT = frozenset({"--help", "inspect RUN"})  # all others are mistakes: exit code 2
+RIGHT = frozenset({"--help", "inspect RUN"})  # all others are mistakes: exit code 2
 _FIRST_LINE = "train, to its first line"
 _DEADLINE_SECONDS = 120.0
+_STRETTO = ("-m", "stretto_app.cli.main")
 
 
 @contextmanager
@@ -59,14 +60,19 @@ def _killed_late(command: subprocess.Popen[bytes]) -> Iterator[None]:
         alarm.cancel()
 
 
-def cpu_seconds(words: Sequence[str], folder: Path, code: int) -> float:
+def of_nothing(folder: Path) -> float:
+    """CPU seconds of an empty interpreter."""
+    return cpu_seconds((), folder, 0, ("-c", "pass"))
+
+
+def cpu_seconds(words: Sequence[str], folder: Path, code: int, program: Sequence[str] = _STRETTO) -> float:
     """CPU seconds of a command and of the processes that it waited for.
 
     Raises:
         RuntimeError: it ended with another exit code than `code`.
     """
     command = subprocess.Popen(
-        [sys.executable, "-m", "stretto_app.cli.main", *words],
+        [sys.executable, *program, *words],
         cwd=folder,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -87,7 +93,7 @@ def seconds_to_first_line(words: Sequence[str], folder: Path) -> float:
         RuntimeError: it ended without a line.
     """
     command = subprocess.Popen(
-        [sys.executable, "-m", "stretto_app.cli.main", *words],
+        [sys.executable, *_STRETTO, *words],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
@@ -111,7 +117,7 @@ def measured(times: int) -> dict[str, dict[str, float]]:
         make_run(folder / "run", 1000, 100, 1000)
         found: dict[str, list[float]] = {name: [] for name in [*COMMANDS, _FIRST_LINE]}
         for again in range(times + 1):
-            costs = {name: cpu_seconds(words, folder, 0 if name in _RIGHT else 2) for name, words in COMMANDS.items()}
+            costs = {name: cpu_seconds(words, folder, 0 if name in RIGHT else 2) for name, words in COMMANDS.items()}
             costs[_FIRST_LINE] = seconds_to_first_line(("train", _RECIPE), folder)
             for name, cpu in costs.items() if again else ():
                 found[name].append(cpu)

@@ -161,6 +161,13 @@ async def training(run: SimulatedRun) -> dict[str, float]:
     }
 
 
+async def tokens_per_cpu_second(setting: Setting, path: Path) -> float:
+    """Measure the training of one setting alone."""
+    async with simulated_run(setting, path) as run:
+        await run_beside(run.roles.supervise(), run.all_up())
+        return (await training(run))["tokens_per_cpu_second"]
+
+
 async def measured(setting: Setting, path: Path, profile: str) -> dict[str, Any]:
     """Measure one setting. `profile`: file for a profile of its training, or ""."""
     engines, found = setting.engines, dict[str, Any]()

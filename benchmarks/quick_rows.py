@@ -1,4 +1,4 @@
-"""Rows of the results page: the course of the ten ratios of `make bench-quick`, and costs of commands that end at once.
+"""Rows of the results page: the course of the ratios of `make bench-quick`, and costs of commands that end at once.
 
 A course is a list of points, the oldest first. A point names the version of stretto, the commit and the day, and has
 the ratios that were measured then, each as the list of its runs.
@@ -14,15 +14,30 @@ from benchmarks.rows import Make, Row
 
 Ratios = list[float]
 
-TEN = {
+#: Those of the ten goals, in the order of the goals.
+RATIOS = {
+    "demo": "a short demo with an empty cache, of 10¹² FLOPs of the fastest product",
+    "help": "`stretto --help`, of an empty interpreter",
+    "wrong-key": "`stretto train` with a wrong key, of an empty interpreter",
+    "engine-3.4M": "engine, 64 sequences, 3.4M float32, of transformers' `generate`",
+    "engine-48M": "engine, 64 sequences, 48M float32, of transformers' `generate`",
+    "asynchronous": "asynchronous steps, of synchronous ones",
+    "trajectories": "trained trajectories per second, of a loop of `generate` and padded steps",
+    "network-135M": "a version of 135M bfloat16 over the network, of a plain copy",
+    "conductor-tokens": "tokens per CPU second of one conductor, per JSON text",
+    "server": "server under 64 streams, of the engine alone",
+    "train-48M-bfloat16": "training step, 48M bfloat16, of the fastest product",
+    "resume": "a resume to its next step, of an empty interpreter",
+    "replaced": "trainer, engine, rewards replaced, of an empty interpreter",
+}
+#: On record, and not measured any more.
+_EARLIER = {
     "decode-3.4M-float32": "decode step, 3.4M float32, of the fastest product",
     "decode-48M-float32": "decode step, 48M float32, of the fastest product",
     "train-3.4M-float32": "training step, 3.4M float32, of the fastest product",
-    "server": "server under 64 streams, of the engine alone",
     "publish": "publication of 48M bfloat16, of a plain copy",
     "network": "the same over the network, of a plain copy",
     "conductor": "trajectories decided and on record per JSON text",
-    "help": "`stretto --help`, of an empty interpreter",
     "mistake": "`stretto train nosuch.toml`, of an empty interpreter",
     "sandbox": "a sandboxed program, warm, of a plain subprocess",
 }
@@ -35,7 +50,7 @@ def last_points(course: list[dict[str, Any]]) -> dict[str, Ratios]:
 
 
 def _course(results: dict[str, Any]) -> Iterator[Row]:
-    for name, what in TEN.items():
+    for name, what in (RATIOS | _EARLIER).items():
         points = [point for point in results["course"] if name in point["ratios"]]
         if points:
             *before, now = [median(point["ratios"][name]) for point in points]

@@ -38,7 +38,7 @@ SECTIONS = {
     "stretto watch": OF_DASHBOARD,
     "stretto plan": OF_PLANNER,
     "What a command costs": COMMANDS,
-    "The course of ten ratios (`make bench-quick`)": COURSE,
+    "The course of the goals' ratios (`make bench-quick`)": COURSE,
 }
 
 _HEAD = """# Results

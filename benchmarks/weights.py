@@ -177,7 +177,7 @@ def measure(name: str, model: Path) -> dict[str, Any]:
                     rates[form].append(size / pulled.seconds)
                     if pulled.delta:
                         moved.append(pulled.bytes / size)
-                    rates["copy"].append(size / _copy(there, version))
+                    rates["copy"].append(size / copy_seconds(there, version))
                     found.append(_stop(engines[:count], version))
                 longest = statistics.median(max(copy for _, copy in stops) for stops in found)
                 verify = statistics.median(max(verify for verify, _ in stops) for stops in found)
@@ -197,7 +197,8 @@ def _stop(engines: list[EngineProcess], version: int) -> list[tuple[float, float
     return [one.seconds() for one in engines]
 
 
-def _copy(there: Place, version: int) -> float:
+def copy_seconds(there: Place, version: int) -> float:
+    """Seconds of a plain copy of a version in shared memory."""
     start = time.perf_counter()
     shutil.copyfile(path_of(there.run, there.home, version), there.away / "copy")
     took = time.perf_counter() - start

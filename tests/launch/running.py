@@ -263,7 +263,7 @@ class Laboratory:
         # Sockets lie there, and the path of a socket has 107 bytes at most.
         temporary = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
         inherited = os.environ | {
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
             "STRETTO_CACHE": str(self.cache),
             "TMPDIR": str(temporary),
             MARK: mark,
