@@ -106,7 +106,7 @@ def equal_digests(package: Path) -> list[str]:
 
 
 #: Records that have the form of a file or a protocol: `inspect --json`, metrics.jsonl, OpenAI's Responses, a machine.
-OUTER_FORMS = frozenset({"Inspection", "StepMetrics", "ResponsesBody", "MachineProfile"})
+OUTER_FORMS = frozenset({"Inspection", "StepMetrics", "_ResponsesBody", "MachineProfile"})
 MOST_FIELDS = 25
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import socket
 import sys
 import time
@@ -312,7 +313,9 @@ class ChatServer(ABC):
         the model or of a session."""
         forms = {path: dialect.body for path, dialect in self._dialects.items()}
         forms |= {path: count.body for path, (count, _) in self._counts.items()}
-        references, schemas = msgspec.json.schema_components(forms.values(), ref_template="#/components/schemas/{name}")
+        found = msgspec.json.schema_components(forms.values(), ref_template="#/components/schemas/{name}")
+        # Classes that are private to their module have plain names here.
+        references, schemas = msgspec.json.decode(re.sub(rb'(?<=["/])_', b"", msgspec.json.encode(found)))
         for schema in schemas.values():
             if "model" in schema.get("properties", {}):
                 schema["properties"]["model"] = {"enum": [self.model.name]}

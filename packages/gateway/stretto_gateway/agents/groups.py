@@ -71,7 +71,7 @@ class AgentServices:
     task: Callable[[Prompt, int, int], Mapping[str, Any]]
 
 
-class Sealed(Record, frozen=True):
+class _Sealed(Record, frozen=True):
     """Recorded result of an ended session. `nodes`: node ids of the turns that the agent got; `last_text`: text of the
     last one; `reward`: reward of the trajectory, None if none was given; `by_turn`: rewards of turns by node; `broken`:
     why the trajectory is undecided, "" if it is not."""
@@ -131,7 +131,7 @@ class WaitingSessions:
     async def ended(self, session: AgentSession) -> None:
         async def run() -> bytes:
             nodes, given = tuple(session.session.returned), session.rewards
-            return msgspec.json.encode(Sealed(nodes, session.last_text, given.reward, session.broken, given.by_turn))
+            return msgspec.json.encode(_Sealed(nodes, session.last_text, given.reward, session.broken, given.by_turn))
 
         await session.session.call(_ENDED, run, repeatable=True, durable=True)
 
@@ -193,7 +193,7 @@ class AgentGroups:
             if call.reply is not None and call.asked.startswith(_REWARDED):
                 found.given = msgspec.json.decode(call.reply, type=GivenRewards)
             elif call.reply is not None and call.asked == _ENDED:
-                msgspec.json.decode(call.reply, type=Sealed).restore(found)
+                msgspec.json.decode(call.reply, type=_Sealed).restore(found)
         return found
 
     async def _end_of(self, session: AgentSession) -> str:

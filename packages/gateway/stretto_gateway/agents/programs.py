@@ -26,7 +26,7 @@ _MARK = "STRETTO_PROGRAM"
 
 
 @dataclass(frozen=True)
-class ProgramExit:
+class _ProgramExit:
     """End of a program. `code`: its exit code, or 128 + the signal that ended it. `said`: its last 4,096 bytes of
     output, standard error included."""
 
@@ -44,7 +44,7 @@ class ProgramExit:
         return f"the agent {how}" + (f": {last[0][:_SHOWN]}" if last[0] else "")
 
 
-async def run_program(command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> ProgramExit:
+async def run_program(command: Sequence[str], environment: Mapping[str, str], folder: str | None) -> _ProgramExit:
     """Run a program to its end; returns how it ended and the end of its output, with code 127 if there is no such
     program or it cannot be executed. Its descendants are killed at the end; if the call is cancelled, the program too.
     There is no deadline. `environment`: all its variables. `folder`: working directory; None: that of this process.
@@ -74,7 +74,7 @@ async def run_program(command: Sequence[str], environment: Mapping[str, str], fo
         if process.returncode is None or process.returncode < 0:  # the guard was killed, and descendants may be left
             await asyncio.to_thread(kill_marked, f"{_MARK}={mark}")
     code = await process.wait()
-    return ProgramExit(code if code >= 0 else 128 - code, said.decode(errors="replace"))
+    return _ProgramExit(code if code >= 0 else 128 - code, said.decode(errors="replace"))
 
 
 async def _printed(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:

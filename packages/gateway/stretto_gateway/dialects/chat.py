@@ -30,7 +30,7 @@ from stretto_gateway.dialects.openai import (
 from stretto_workflows.chat.messages import ChatRequest, Message, SampledToken, SampledTurn, Tool, ToolCall
 
 
-class ChatTextPart(msgspec.Struct, frozen=True):
+class _ChatTextPart(msgspec.Struct, frozen=True):
     """A part of a message. A refusal is read as text."""
 
     type: Literal["text", "refusal"]
@@ -38,24 +38,24 @@ class ChatTextPart(msgspec.Struct, frozen=True):
     refusal: str = ""
 
 
-class CalledFunction(msgspec.Struct, frozen=True):
+class _CalledFunction(msgspec.Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1)]
     arguments: str = "{}"
 
 
-class ChatCall(msgspec.Struct, frozen=True):
+class _ChatCall(msgspec.Struct, frozen=True):
     id: str
-    function: CalledFunction
+    function: _CalledFunction
     type: Literal["function"] = "function"
 
 
-class ChatMessageBody(msgspec.Struct, frozen=True, kw_only=True):
+class _ChatMessageBody(msgspec.Struct, frozen=True, kw_only=True):
     """A message of a request, which may have the fields of an earlier reply. A null field counts as absent."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ChatTextPart] | None = None
+    content: str | list[_ChatTextPart] | None = None
     name: str | None = None
-    tool_calls: list[ChatCall] | None = None
+    tool_calls: list[_ChatCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -85,46 +85,46 @@ class ChatMessageBody(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class OfferedFunction(msgspec.Struct, frozen=True):
+class _OfferedFunction(msgspec.Struct, frozen=True):
     name: Annotated[str, Meta(min_length=1)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class ChatTool(msgspec.Struct, frozen=True):
-    function: OfferedFunction
+class _ChatTool(msgspec.Struct, frozen=True):
+    function: _OfferedFunction
     type: Literal["function"] = "function"
 
 
-class NamedFunction(msgspec.Struct, frozen=True):
+class _NamedFunction(msgspec.Struct, frozen=True):
     name: str
 
 
-class ChosenTool(msgspec.Struct, frozen=True):
-    function: NamedFunction
+class _ChosenTool(msgspec.Struct, frozen=True):
+    function: _NamedFunction
     type: Literal["function"] = "function"
 
 
-class JsonSchema(msgspec.Struct, frozen=True):
+class _JsonSchema(msgspec.Struct, frozen=True):
     schema: dict[str, Any]
 
 
-class ResponseFormat(msgspec.Struct, frozen=True):
+class _ResponseFormat(msgspec.Struct, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
+    json_schema: _JsonSchema | None = None
 
 
-class ChatBody(OpenAIBody, frozen=True, kw_only=True):
+class _ChatBody(OpenAIBody, frozen=True, kw_only=True):
     """Body of POST /v1/chat/completions. Unknown fields are ignored. `max_completion_tokens` counts, not `max_tokens`,
     if both are given."""
 
-    messages: Annotated[list[ChatMessageBody], Meta(min_length=1)]
+    messages: Annotated[list[_ChatMessageBody], Meta(min_length=1)]
     max_completion_tokens: MostTokens | None = None
-    tools: list[ChatTool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | ChosenTool | None = None
+    tools: list[_ChatTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
+    response_format: _ResponseFormat | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     modalities: list[str] | None = None
@@ -135,7 +135,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         Raises:
             RefusedRequest: fields contradict each other, or a message lacks a field of its role.
         """
-        choice, form = self.tool_choice or "auto", self.response_format or ResponseFormat("text")
+        choice, form = self.tool_choice or "auto", self.response_format or _ResponseFormat("text")
         if (form.type == "json_schema") is (form.json_schema is None):
             allowed = 'json_schema with the type "json_schema", and with no other'
             raise RefusedRequest("response_format", repr(form.type), allowed)
@@ -161,7 +161,7 @@ class ChatBody(OpenAIBody, frozen=True, kw_only=True):
         )
 
 
-class StrictChatBody(ChatBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _StrictChatBody(_ChatBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/chat/completions; unknown fields are refused."""
 
 
@@ -170,12 +170,12 @@ class ChatDialect(ChoiceDialect):
     values are refused."""
 
     path = "/v1/chat/completions"
-    body: type[ChatBody]
+    body: type[_ChatBody]
     prefix, object, chunk = "chatcmpl-", "chat.completion", "chat.completion.chunk"
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
-        self.body = StrictChatBody if strict else ChatBody
+        self.body = _StrictChatBody if strict else _ChatBody
 
     def parse(self, body: bytes) -> ChatRequest:
         found = parse_record(body, self.body)

@@ -18,7 +18,7 @@ MOST_PROMPTS = 1024
 _USUAL_TOKENS = 16  # OpenAI's default
 
 
-class CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _CompletionBody(OpenAIBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of POST /v1/completions. `echo`, `suffix` and `best_of` are refused unless without effect."""
 
     prompt: str | list[str | int | list[int]]
@@ -53,13 +53,13 @@ class CompletionsDialect(ChoiceDialect):
     """Dialect of ``/v1/completions``."""
 
     path = "/v1/completions"
-    body = CompletionBody
+    body = _CompletionBody
     strict = True
     fields: Mapping[str, str] = {"prompt_token_ids": "prompt"}
     prefix, object, chunk = "cmpl-", "text_completion", "text_completion"
 
     def parse(self, body: bytes) -> PromptRequest:
-        found = parse_record(body, CompletionBody)
+        found = parse_record(body, _CompletionBody)
         found.check_neutral(echo=(False,), suffix=("",), best_of=(found.n or 1,))
         return PromptRequest(
             model=found.model,

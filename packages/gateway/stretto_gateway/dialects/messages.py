@@ -35,30 +35,30 @@ _KINDS = {
 }
 
 
-class Block(Record, frozen=True, tag_field="type", kw_only=True):
+class _Block(Record, frozen=True, tag_field="type", kw_only=True):
     """A part of a message. `cache_control` has no effect here."""
 
     cache_control: dict[str, Any] | None = None
 
 
-class TextBlock(Block, frozen=True, tag="text", kw_only=True):
+class _TextBlock(_Block, frozen=True, tag="text", kw_only=True):
     text: str
     citations: list[Any] | None = None
 
 
-class ThinkingBlock(Block, frozen=True, tag="thinking", kw_only=True):
+class _ThinkingBlock(_Block, frozen=True, tag="thinking", kw_only=True):
     thinking: str
     signature: str = ""
 
 
-class ToolUseBlock(Block, frozen=True, tag="tool_use", kw_only=True):
+class _ToolUseBlock(_Block, frozen=True, tag="tool_use", kw_only=True):
     id: str
     name: str
     input: dict[str, Any]
     caller: dict[str, Any] | None = None
 
 
-class ToolReferenceBlock(Block, frozen=True, tag="tool_reference", kw_only=True):
+class _ToolReferenceBlock(_Block, frozen=True, tag="tool_reference", kw_only=True):
     """Name of a tool that the client has found in a search and offers from now on."""
 
     tool_name: str
@@ -68,18 +68,18 @@ class ToolReferenceBlock(Block, frozen=True, tag="tool_reference", kw_only=True)
         return self.tool_name
 
 
-class ToolResultBlock(Block, frozen=True, tag="tool_result", kw_only=True):
+class _ToolResultBlock(_Block, frozen=True, tag="tool_result", kw_only=True):
     tool_use_id: str
-    content: str | list[TextBlock | ToolReferenceBlock] | None = None
+    content: str | list[_TextBlock | _ToolReferenceBlock] | None = None
     is_error: bool | None = None
 
 
-class AnthropicMessage(Record, frozen=True):
+class _AnthropicMessage(Record, frozen=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+    content: str | list[_TextBlock | _ThinkingBlock | _ToolUseBlock | _ToolResultBlock]
 
 
-class AnthropicTool(Record, frozen=True, forbid_unknown_fields=False):
+class _AnthropicTool(Record, frozen=True, forbid_unknown_fields=False):
     """A tool that the client runs. Tools of Anthropic's servers have other types and are refused."""
 
     name: Annotated[str, Meta(min_length=1)]
@@ -89,62 +89,62 @@ class AnthropicTool(Record, frozen=True, forbid_unknown_fields=False):
     strict: bool | None = None
 
 
-class ToolChoice(Record, frozen=True):
+class _ToolChoice(Record, frozen=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputFormat(Record, frozen=True):
+class _OutputFormat(Record, frozen=True):
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(Record, frozen=True):
+class _OutputConfig(Record, frozen=True):
     effort: str | None = None
-    format: OutputFormat | None = None
+    format: _OutputFormat | None = None
     task_budget: dict[str, Any] | None = None
 
 
-class CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
+class _CountBody(Record, frozen=True, kw_only=True, forbid_unknown_fields=False):
     """Body of POST /v1/messages/count_tokens: the fields of a prompt. A null field counts as absent."""
 
     model: str
-    messages: Annotated[list[AnthropicMessage], Meta(min_length=1)]
-    system: str | list[TextBlock] | None = None
-    tools: list[AnthropicTool] | None = None
+    messages: Annotated[list[_AnthropicMessage], Meta(min_length=1)]
+    system: str | list[_TextBlock] | None = None
+    tools: list[_AnthropicTool] | None = None
 
 
-class MessagesBody(CountBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
-    """Body of POST /v1/messages: the fields of a prompt (`CountBody`), and how to sample. A null field counts as
-    absent; fields without effect are ignored."""
+class _MessagesBody(_CountBody, frozen=True, kw_only=True, forbid_unknown_fields=False):
+    """Body of POST /v1/messages: the fields of a prompt, and how to sample. A null field counts as absent; fields
+    without effect are ignored."""
 
     max_tokens: MostTokens
-    tool_choice: ToolChoice | None = None
+    tool_choice: _ToolChoice | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
     stop_sequences: Stops | None = None
     stream: bool | None = None
-    output_config: OutputConfig | None = None
+    output_config: _OutputConfig | None = None
 
 
 class MessagesDialect:
     """Dialect of ``/v1/messages`` (satisfies `dialect.Dialect`)."""
 
     path = "/v1/messages"
-    body = MessagesBody
+    body = _MessagesBody
     keep_alive = sent_event({"type": "ping"}, "ping")
     strict = False
     fields: Mapping[str, str] = {"prompt_token_ids": "messages"}
 
     @property
     def counts(self) -> Sequence[TokenCount]:
-        return [TokenCount(f"{self.path}/count_tokens", CountBody, _counted, _count)]
+        return [TokenCount(f"{self.path}/count_tokens", _CountBody, _counted, _count)]
 
     def parse(self, body: bytes) -> ChatRequest:
-        found = parse_record(body, MessagesBody)
-        choice = found.tool_choice or ToolChoice("auto")
+        found = parse_record(body, _MessagesBody)
+        choice = found.tool_choice or _ToolChoice("auto")
         form = found.output_config.format if found.output_config else None
         return ChatRequest(
             model=found.model,
@@ -183,7 +183,7 @@ class MessagesDialect:
 
 
 def _counted(body: bytes) -> ChatRequest:
-    found = parse_record(body, CountBody)
+    found = parse_record(body, _CountBody)
     return ChatRequest(found.model, tuple(_messages(found)), _tools(found))
 
 
@@ -197,15 +197,15 @@ def _error(why: NotServed) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": place + why.message}}
 
 
-def _tools(body: CountBody) -> tuple[Tool, ...]:
+def _tools(body: _CountBody) -> tuple[Tool, ...]:
     offered = body.tools or ()
     return tuple(Tool(tool.name, tool.description or "", tool.input_schema, tool.strict) for tool in offered)
 
 
-def _messages(body: CountBody) -> Iterator[Message]:
+def _messages(body: _CountBody) -> Iterator[Message]:
     system = body.system
     if system is not None:
-        blocks = [TextBlock(text=system)] if isinstance(system, str) else system
+        blocks = [_TextBlock(text=system)] if isinstance(system, str) else system
         yield Message("system", _text([block for block in blocks if not block.text.startswith(_BILLING)]))
     for place, message in enumerate(body.messages):
         if isinstance(message.content, str):
@@ -216,31 +216,31 @@ def _messages(body: CountBody) -> Iterator[Message]:
             yield from _others(message, f"messages[{place}]")
 
 
-def _assistant(message: AnthropicMessage, place: str) -> Message:
+def _assistant(message: _AnthropicMessage, place: str) -> Message:
     blocks = [block for block in message.content if not isinstance(block, str)]
-    if any(isinstance(block, ToolResultBlock) for block in blocks):
+    if any(isinstance(block, _ToolResultBlock) for block in blocks):
         raise RefusedRequest(
             f"{place}.content", "a tool_result of the assistant", "results are in messages of the user"
         )
     return Message(
         "assistant",
-        text=_text([block for block in blocks if isinstance(block, TextBlock)]),
-        reasoning="".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)),
+        text=_text([block for block in blocks if isinstance(block, _TextBlock)]),
+        reasoning="".join(block.thinking for block in blocks if isinstance(block, _ThinkingBlock)),
         calls=tuple(
             ToolCall(block.id, block.name, json.dumps(block.input, ensure_ascii=False))
             for block in blocks
-            if isinstance(block, ToolUseBlock)
+            if isinstance(block, _ToolUseBlock)
         ),
     )
 
 
-def _others(message: AnthropicMessage, place: str) -> Iterator[Message]:
-    texts = list[TextBlock]()
+def _others(message: _AnthropicMessage, place: str) -> Iterator[Message]:
+    texts = list[_TextBlock]()
     for block in message.content:
-        if isinstance(block, ToolResultBlock):
+        if isinstance(block, _ToolResultBlock):
             content = block.content or ""
             yield Message("tool", content if isinstance(content, str) else _text(content), call_id=block.tool_use_id)
-        elif isinstance(block, TextBlock):
+        elif isinstance(block, _TextBlock):
             texts.append(block)
         else:
             raise RefusedRequest(
@@ -250,11 +250,11 @@ def _others(message: AnthropicMessage, place: str) -> Iterator[Message]:
         yield Message(message.role, _text(texts))
 
 
-def _text(blocks: Iterable[TextBlock | ToolReferenceBlock]) -> str:
+def _text(blocks: Iterable[_TextBlock | _ToolReferenceBlock]) -> str:
     return "\n".join(block.text for block in blocks)
 
 
-def _chosen(choice: ToolChoice) -> str:
+def _chosen(choice: _ToolChoice) -> str:
     if choice.type != "tool":
         return {"any": "required"}.get(choice.type, choice.type)
     if choice.name is None:

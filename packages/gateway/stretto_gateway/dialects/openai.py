@@ -26,7 +26,7 @@ from stretto_gateway.requests import NotServed, Request, shared_options
 from stretto_workflows.chat.messages import SampledToken, SamplingOptions
 
 
-class Piece(NamedTuple):
+class _Piece(NamedTuple):
     """New text of a completion. `tokens`: its tokens; empty unless the client wants log-probabilities. `finish`: why
     the completion ended; None except in its last piece."""
 
@@ -56,7 +56,7 @@ class CompletionText:
         none is."""
         return self._running.push((token,))
 
-    def take(self, progress: Progress) -> Piece | None:
+    def take(self, progress: Progress) -> _Piece | None:
         """Add new tokens; returns the piece since the last call that returned one. None if it would have no text and
         the completion has not ended, and after the last piece. Characters that may begin a stop text are held back."""
         new = progress.segment
@@ -75,7 +75,7 @@ class CompletionText:
         text = "".join(self._text)
         if not text and self._finish is None:
             return None
-        piece = Piece(text, self._tokens, self._finish)
+        piece = _Piece(text, self._tokens, self._finish)
         self._text, self._tokens = [], []
         return piece
 
@@ -105,7 +105,7 @@ Part = dict[str, Any]
 """One choice of a reply or of an event."""
 
 
-class StreamOptions(Record, frozen=True):
+class _StreamOptions(Record, frozen=True):
     include_usage: bool | None = None
     # accepted and ignored
     include_obfuscation: bool | None = None
@@ -126,7 +126,7 @@ class OpenAIBody(msgspec.Struct, frozen=True, kw_only=True):
     seed: Seed | None = None
     stop: Stop | Stops | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: _StreamOptions | None = None
     # accepted and ignored
     user: str | None = None
     metadata: dict[str, Any] | None = None

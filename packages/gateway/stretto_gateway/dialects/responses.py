@@ -55,7 +55,7 @@ _ECHOED: Mapping[str, Any] = {
 Role = Literal["system", "developer", "user", "assistant"]
 
 
-class Part(Record, frozen=True):
+class _Part(Record, frozen=True):
     """A part of an item's content. A refusal is read as text."""
 
     type: Literal["input_text", "output_text", "text", "refusal", "reasoning_text", "summary_text"]
@@ -66,10 +66,10 @@ class Part(Record, frozen=True):
     prompt_cache_breakpoint: Any = None
 
 
-Content = str | list[Part]
+Content = str | list[_Part]
 
 
-class Item(Record, frozen=True):
+class _Item(Record, frozen=True):
     """One item of the input. Required: role and content of a message; `call_id`, name and arguments of a call;
     `call_id` and output of a call's result; nothing of a reasoning item."""
 
@@ -83,13 +83,13 @@ class Item(Record, frozen=True):
     # fields of our replies, which clients send back
     id: str | None = None
     status: str | None = None
-    summary: list[Part] | None = None
+    summary: list[_Part] | None = None
     encrypted_content: str | None = None
     phase: str | None = None
     namespace: str | None = None
 
 
-class FunctionTool(Record, frozen=True):
+class _FunctionTool(Record, frozen=True):
     """A function that the client runs. Tools that OpenAI's servers run are refused."""
 
     type: Literal["function"]
@@ -99,12 +99,12 @@ class FunctionTool(Record, frozen=True):
     strict: bool | None = None
 
 
-class ChosenFunction(Record, frozen=True):
+class _ChosenFunction(Record, frozen=True):
     type: Literal["function"]
     name: str
 
 
-class TextFormat(Record, frozen=True):
+class _TextFormat(Record, frozen=True):
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
     description: str | None = None
@@ -112,21 +112,21 @@ class TextFormat(Record, frozen=True):
     strict: bool | None = None
 
 
-class TextOptions(Record, frozen=True):
-    format: TextFormat | None = None
+class _TextOptions(Record, frozen=True):
+    format: _TextFormat | None = None
     verbosity: str | None = None
 
 
-class ResponsesBody(Record, frozen=True, kw_only=True):
+class _ResponsesBody(Record, frozen=True, kw_only=True):
     """Body of POST /v1/responses. A null field counts as absent. `background` may not be true. Fields from
     `stream_options` on are ignored; the response repeats some."""
 
     model: str
-    input: str | Annotated[list[Item], Meta(min_length=1)]
+    input: str | Annotated[list[_Item], Meta(min_length=1)]
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenFunction | None = None
+    tools: list[_FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | _ChosenFunction | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: MostTokens | None = None
     temperature: Temperature | None = None
@@ -134,7 +134,7 @@ class ResponsesBody(Record, frozen=True, kw_only=True):
     top_k: TopK | None = None
     min_p: MinP | None = None
     seed: Seed | None = None
-    text: TextOptions | None = None
+    text: _TextOptions | None = None
     top_logprobs: TopLogprobs | None = None
     include: list[str] | None = None
     stream: bool | None = None
@@ -159,11 +159,11 @@ class ResponsesDialect(OpenAIDialect):
     """Dialect of ``/v1/responses`` (satisfies `dialect.Dialect`)."""
 
     path = "/v1/responses"
-    body = ResponsesBody
+    body = _ResponsesBody
 
     def parse(self, body: bytes) -> ChatRequest:
-        found = parse_record(body, ResponsesBody)
-        items = [Item(role="user", content=found.input)] if isinstance(found.input, str) else found.input
+        found = parse_record(body, _ResponsesBody)
+        items = [_Item(role="user", content=found.input)] if isinstance(found.input, str) else found.input
         system = (Message("system", found.instructions),) if found.instructions is not None else ()
         tools = tuple(
             Tool(tool.name, tool.description or "", tool.parameters or {}, tool.strict) for tool in found.tools or ()
@@ -195,7 +195,7 @@ class ResponsesDialect(OpenAIDialect):
         return sent_event({**error_of(why), "type": "error", "sequence_number": 0, "error": error_of(why)}, "error")
 
 
-def messages_of(items: Sequence[Item]) -> list[Message]:
+def messages_of(items: Sequence[_Item]) -> list[Message]:
     """Convert items to messages: one for all items of an assistant's turn, and one for every other item.
 
     Raises:
@@ -218,7 +218,7 @@ def messages_of(items: Sequence[Item]) -> list[Message]:
     return found
 
 
-def _message(item: Item, place: str) -> Message:
+def _message(item: _Item, place: str) -> Message:
     if item.type == "reasoning":
         parts = item.content if isinstance(item.content, list) else item.summary
         return Message("assistant", reasoning=_text(parts or []))
@@ -250,8 +250,8 @@ def _text(content: Content) -> str:
     return content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
 
 
-def _options(body: ResponsesBody) -> SamplingOptions:
-    form = (body.text.format if body.text else None) or TextFormat("text")
+def _options(body: _ResponsesBody) -> SamplingOptions:
+    form = (body.text.format if body.text else None) or _TextFormat("text")
     choice = body.tool_choice or "auto"
     logprobs = body.top_logprobs if body.top_logprobs or _LOGPROBS not in (body.include or ()) else 0
     return SamplingOptions(
@@ -265,7 +265,7 @@ def _options(body: ResponsesBody) -> SamplingOptions:
     )
 
 
-def _echoed(body: ResponsesBody) -> dict[str, Any]:
+def _echoed(body: _ResponsesBody) -> dict[str, Any]:
     fields = msgspec.to_builtins(body)
     return {field: fields[field] for field in _ECHOED if fields[field] is not None}
 

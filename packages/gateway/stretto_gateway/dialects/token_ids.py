@@ -31,7 +31,7 @@ from stretto_gateway.requests import PromptRequest, shared_options
 from stretto_workflows.chat.messages import SamplingOptions
 
 
-class TokenSampling(Record, frozen=True, kw_only=True):
+class _TokenSampling(Record, frozen=True, kw_only=True):
     """The supported part of vLLM's `SamplingParams`. Options from `skip_special_tokens` on are ignored; those from `n`
     on must have the value without effect. A null field counts as absent."""
 
@@ -60,12 +60,12 @@ class TokenSampling(Record, frozen=True, kw_only=True):
     logit_bias: None = None
 
 
-class TokenBody(Record, frozen=True, kw_only=True):
+class _TokenBody(Record, frozen=True, kw_only=True):
     """Body of POST /inference/v1/generate. `model`: None: the served one. `request_id`: returned in the reply; None:
     the server chooses one. `stream_options`, `cache_salt` and `priority` are ignored."""
 
     token_ids: list[int]
-    sampling_params: TokenSampling
+    sampling_params: _TokenSampling
     model: str | None = None
     request_id: str | None = None
     stream: bool = False
@@ -80,11 +80,11 @@ class TokenIdsDialect(ChoiceDialect):
     """Dialect of ``/inference/v1/generate``."""
 
     path = "/inference/v1/generate"
-    body = TokenBody
+    body = _TokenBody
     fields: Mapping[str, str] = {"prompt_token_ids": "token_ids", "sampling.": "sampling_params."}
 
     def parse(self, body: bytes) -> PromptRequest:
-        found = parse_record(body, TokenBody)
+        found = parse_record(body, _TokenBody)
         params = found.sampling_params
         stop = [params.stop] if isinstance(params.stop, str) else params.stop or []
         return PromptRequest(

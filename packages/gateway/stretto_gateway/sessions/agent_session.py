@@ -33,14 +33,12 @@ State = Literal["open", "ended"]
 _SHOWN = 300  # characters of a reason
 
 
-class SessionEnded(NotServed):
-    """Error reply (409): the session of the request has ended. `session`: its id."""
-
-    def __init__(self, session: str) -> None:
-        super().__init__(409, f"session: {session} has ended; open another one", code="session_ended")
+def session_ended(session: str) -> NotServed:
+    """Make the error (409) for a request whose session, with this id, has ended."""
+    return NotServed(409, f"session: {session} has ended; open another one", code="session_ended")
 
 
-class TurnRecord(Record, frozen=True):
+class _TurnRecord(Record, frozen=True):
     """A recorded turn.
 
     Attributes:
@@ -141,7 +139,7 @@ class AgentSession:
         self._on_record = Counter(call.asked for call in turns)  # turns not yet requested in this process, by digest
         for call in turns:
             if call.reply is not None:
-                record = msgspec.json.decode(call.reply, type=TurnRecord)
+                record = msgspec.json.decode(call.reply, type=_TurnRecord)
                 self.session.pass_over(record.node)
                 self._add(call.asked, record, live=False)
         self._unclaimed = {*self._keyed}  # recorded keys that no client of this process has sent yet
@@ -152,7 +150,7 @@ class AgentSession:
         disconnected.
 
         Raises:
-            SessionEnded: the session has ended, or ends meanwhile.
+            NotServed: the session has ended, or ends meanwhile.
             RefusedRequest: a field is wrong, the idempotency key belongs to another request, the prompt leaves no room
                 in the context, or the session has too many turns.
             EngineLost, DeadlineExceeded: the turn failed or took too long (`gateway.turn_seconds`); the client may try
@@ -168,7 +166,7 @@ class AgentSession:
             return await asyncio.shield(pending.task)
         except asyncio.CancelledError:
             if pending.task.cancelled():  # by the end of the session, not by the client
-                raise SessionEnded(self.id) from None
+                raise session_ended(self.id) from None
             raise
         finally:
             self.asked_at = time.monotonic()
@@ -180,7 +178,7 @@ class AgentSession:
         """Count the tokens in the prompt of a request. Nothing is sampled or recorded.
 
         Raises:
-            SessionEnded: the session has ended.
+            NotServed: the session has ended.
             RefusedRequest: a field is wrong.
         """
         self._check_open()
@@ -237,7 +235,7 @@ class AgentSession:
     def _check_open(self) -> None:
         if self.state == "ended":
             self.stragglers += 1
-            raise SessionEnded(self.id)
+            raise session_ended(self.id)
         self.asked_at = time.monotonic()
 
     def _turn_calls(self) -> list[RecordedCall]:
@@ -290,17 +288,17 @@ class AgentSession:
         if key in self._keyed and key not in self._unclaimed:  # a client has already got the reply for this key
             return self._keyed[key][1]
         async with deadline(f"session {self.id}", "a turn", self.model.config.turn_seconds):
-            self.session.prefer(digest, lambda reply: msgspec.json.decode(reply, type=TurnRecord).key == key)
+            self.session.prefer(digest, lambda reply: msgspec.json.decode(reply, type=_TurnRecord).key == key)
             # The reply is recorded before the agent gets it.
             reply = await self.session.call(digest, run, repeatable=True, durable=True)
-        record = msgspec.json.decode(reply, type=TurnRecord)
+        record = msgspec.json.decode(reply, type=_TurnRecord)
         self.session.claim(record.node)
         self._add(digest, record, live=True)
         self._unclaimed.discard(record.key)
         self.last_text = record.turn.message.text
         return record.turn
 
-    async def _sample(self, request: ChatRequest, key: str) -> TurnRecord:
+    async def _sample(self, request: ChatRequest, key: str) -> _TurnRecord:
         rule, history = self.model.rule, self._history(request)
         prompt = await self._prompt(history, request.tools)
         sampling = rule.sampling(request, len(prompt.tokens))
@@ -318,7 +316,7 @@ class AgentSession:
         self.unapplied.update(rule.unapplied(request))
         behind = prompt.behind
         new = prompt.history[len(behind.history) :] if behind else prompt.history
-        return TurnRecord(turn, sampled.node, behind.id if behind else "", new, prompt.tools, key)
+        return _TurnRecord(turn, sampled.node, behind.id if behind else "", new, prompt.tools, key)
 
     def _named(self, node: int, call: int | None = None) -> str:
         return blake2b(f"{self.id}\0{node}\0{call}".encode(), digest_size=12).hexdigest()
@@ -345,7 +343,7 @@ class AgentSession:
             raise RefusedRequest("messages", f"{size:,} characters", allowed)
         return await self.model.encoded(size, lambda: self._bridge.next(history, tools))
 
-    def _add(self, digest: bytes, record: TurnRecord, *, live: bool) -> None:
+    def _add(self, digest: bytes, record: _TurnRecord, *, live: bool) -> None:
         """Add the turn of the request with this digest to the bridge, so that later prompts can continue it, and note
         its idempotency key. `live`: sampled or requested in this process, not only recorded."""
         if record.key:

@@ -36,7 +36,7 @@ from stretto_gateway.dialects.messages import MessagesDialect
 from stretto_gateway.dialects.responses import ResponsesDialect
 from stretto_gateway.model import ServedModel
 from stretto_gateway.requests import NotServed
-from stretto_gateway.sessions.agent_session import AgentSession, Attempt, SessionEnded, shown
+from stretto_gateway.sessions.agent_session import AgentSession, Attempt, session_ended, shown
 from stretto_gateway.sessions.sessions import Host, SessionTable
 from stretto_workflows.chat.messages import ChatRequest, SampledTurn
 
@@ -44,20 +44,20 @@ _IN_PATH = re.compile(r"/s/(?P<key>[^/]+)(?P<rest>/.*)")
 _SESSION = re.compile(r"/sessions/(?P<id>[^/]+)(?P<rest>/reward|/end|)")
 
 
-class OpenBody(msgspec.Struct, frozen=True):
+class _OpenBody(msgspec.Struct, frozen=True):
     """Body of POST /sessions. `task`: of the session; not used in a run, whose sessions have its own tasks."""
 
     task: dict[str, Any] = {}
 
 
-class RewardBody(msgspec.Struct, frozen=True):
+class _RewardBody(msgspec.Struct, frozen=True):
     """Body of POST /sessions/ID/reward: of the turn with the node id `node`; None: of the trajectory."""
 
     reward: float
     node: Annotated[int, Meta(ge=0, le=2**31 - 1)] | None = None
 
 
-class EndBody(msgspec.Struct, frozen=True):
+class _EndBody(msgspec.Struct, frozen=True):
     """Body of POST /sessions/ID/end. `failed`: why the agent failed; "": it has not."""
 
     failed: str = ""
@@ -112,7 +112,7 @@ class GatewayApp(ChatServer):
             raise self._unknown_key()
         if self._operator_key:
             admit(call.scope)
-        body = parse_record(await self.body(call) or b"{}", OpenBody)
+        body = parse_record(await self.body(call) or b"{}", _OpenBody)
         if await has_gone(call.receive):  # nobody would learn the session's key
             return
         session = await self._host.open(body.task)
@@ -124,12 +124,12 @@ class GatewayApp(ChatServer):
         session = self._controlled(id, call.key)
         admit(call.scope)
         if what == "/reward":
-            body = parse_record(await self.body(call) or b"{}", RewardBody)
+            body = parse_record(await self.body(call) or b"{}", _RewardBody)
             if session.state == "ended":
-                raise SessionEnded(session.id)
+                raise session_ended(session.id)
             await self._reward(session, body.node, body.reward + 0.0)
         elif what == "/end":
-            ended = parse_record(await self.body(call) or b"{}", EndBody)
+            ended = parse_record(await self.body(call) or b"{}", _EndBody)
             if session.state == "open":
                 await self._end(session, ended.failed)
         await call.show(shown(session) if not what else {"id": session.id, "state": session.state})
@@ -191,13 +191,13 @@ class GatewayApp(ChatServer):
         return session
 
     def _of_key(self, key: str) -> AgentSession:
-        """Session with this key. Raises SessionEnded if the session was dropped from memory after its end, and
-        NotServed (401) if no session has the key."""
+        """Session with this key. Raises NotServed: the session was dropped from memory after its end (409),
+        or no session has the key (401)."""
         session = self.sessions.of_key(key)
         if session is not None:
             return session
         if (dropped := self.sessions.dropped(key)) is not None:
-            raise SessionEnded(dropped)
+            raise session_ended(dropped)
         raise self._unknown_key()
 
     def _unknown_key(self) -> NotServed:

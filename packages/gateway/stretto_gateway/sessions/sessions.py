@@ -104,7 +104,7 @@ class SessionTable:
         return [session for session in self._by_id.values() if session.state == "open"]
 
 
-class Opened(Record, frozen=True, tag=True):
+class _Opened(Record, frozen=True, tag="Opened"):
     """First line of a session's file. `created`: Unix time in seconds; `about`: the task."""
 
     id: str
@@ -113,32 +113,32 @@ class Opened(Record, frozen=True, tag=True):
     about: dict[str, Any]
 
 
-class Written(Record, frozen=True, tag=True):
+class _Written(Record, frozen=True, tag="Written"):
     node: int
     segment: Segment
 
 
-class Began(Record, frozen=True, tag=True):
+class _Began(Record, frozen=True, tag="Began"):
     number: int
     asked: bytes
 
 
-class Replied(Record, frozen=True, tag=True):
+class _Replied(Record, frozen=True, tag="Replied"):
     number: int
     reply: bytes
 
 
-class Rewarded(GivenRewards, frozen=True, tag=True):
+class _Rewarded(GivenRewards, frozen=True, tag="Rewarded"):
     pass
 
 
-class Ended(Record, frozen=True, tag=True):
+class _Ended(Record, frozen=True, tag="Ended"):
     broken: str = ""
 
 
 #: A line of a session's file: the opening, a piece of a node's segment, a call, the reply to it, all
 #: rewards so far, the end.
-Line = Opened | Written | Began | Replied | Rewarded | Ended
+Line = _Opened | _Written | _Began | _Replied | _Rewarded | _Ended
 #: Makes the sampler of a session from its id and its record.
 MakeSampler = Callable[[str, SessionRecord], Sampler]
 
@@ -167,13 +167,13 @@ class FolderRecord:
                 raise
 
     def journal(self, node: int, piece: Segment) -> None:
-        self.write(Written(node, piece))
+        self.write(_Written(node, piece))
 
     def begin_call(self, number: int, asked: bytes, durable: bool) -> None:
-        self.write(Began(number, asked))
+        self.write(_Began(number, asked))
 
     def end_call(self, number: int, reply: bytes) -> None:
-        self.write(Replied(number, reply))
+        self.write(_Replied(number, reply))
 
 
 class RecordedSessions:
@@ -216,17 +216,17 @@ class RecordedSessions:
             OSError: the file cannot be written.
         """
         await self._make_room()
-        opened = Opened(new_key(), new_key(), int(time.time()), {**about})
+        opened = _Opened(new_key(), new_key(), int(time.time()), {**about})
         path = self._folder / f"{opened.id}.jsonl"
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))  # private, because it holds the key
         FolderRecord(path).write(opened)
         return self._of_lines(path, [opened])
 
     async def rewarded(self, session: AgentSession) -> None:
-        FolderRecord(self._folder / f"{session.id}.jsonl").write(Rewarded(**msgspec.structs.asdict(session.given)))
+        FolderRecord(self._folder / f"{session.id}.jsonl").write(_Rewarded(**msgspec.structs.asdict(session.given)))
 
     async def ended(self, session: AgentSession) -> None:
-        FolderRecord(self._folder / f"{session.id}.jsonl").write(Ended(session.broken))
+        FolderRecord(self._folder / f"{session.id}.jsonl").write(_Ended(session.broken))
         self._table.retire(session)
 
     async def _make_room(self) -> None:
@@ -267,18 +267,18 @@ class RecordedSessions:
 
     def _of_lines(self, path: Path, lines: list[Line]) -> AgentSession:
         opened = lines[0]
-        if not isinstance(opened, Opened):
+        if not isinstance(opened, _Opened):
             raise RunFolderError([Problem(f"{path}:1", "is not the beginning of a session", "give another folder")])
         record, calls = FolderRecord(path), _calls(path, lines)
-        segments = _segments(line for line in lines if isinstance(line, Written))
+        segments = _segments(line for line in lines if isinstance(line, _Written))
         sampler, seed = self._sampler(opened.id, record), derive_seed(opened.key)
         session = Session(opened.id, (), seed, sampler, record, segments, calls)
         found = AgentSession(opened.id, opened.key, opened.created, opened.about, session, self._model)
         for line in lines:
-            if isinstance(line, Rewarded):
+            if isinstance(line, _Rewarded):
                 found.given = line
         for line in lines:
-            if isinstance(line, Ended):
+            if isinstance(line, _Ended):
                 found.unanswered.update({b"": line.broken} if line.broken else {})
                 found.end()
         return found
@@ -289,16 +289,16 @@ def _calls(path: Path, lines: Sequence[Line]) -> list[RecordedCall]:
     nothing. Raises RunFolderError for the reply to a call that is missing."""
     found = dict[int, RecordedCall]()
     for at, line in enumerate(lines, start=1):
-        if isinstance(line, Began):
+        if isinstance(line, _Began):
             found[line.number] = RecordedCall(line.number, line.asked)
-        elif isinstance(line, Replied):
+        elif isinstance(line, _Replied):
             if line.number not in found:
                 raise RunFolderError([Problem(f"{path}:{at}", f"replies to call {line.number}, which is missing")])
             found[line.number].reply = line.reply
     return [found[number] for number in sorted(found)]
 
 
-def _segments(lines: Iterable[Written]) -> list[Segment]:
+def _segments(lines: Iterable[_Written]) -> list[Segment]:
     """Join the recorded pieces to segments, in order. Raises StoreError unless each segment's parent is before it."""
     found = joined_pieces((line.node, line.segment) for line in lines)
     for place in range(len(found)):
@@ -307,10 +307,10 @@ def _segments(lines: Iterable[Written]) -> list[Segment]:
     return found
 
 
-def _opening(path: Path) -> Opened:
+def _opening(path: Path) -> _Opened:
     """Read the first line of a session's file; msgspec.MsgspecError if it is not an opening."""
     with path.open("rb") as file:
-        return msgspec.json.decode(file.readline(), type=Opened)
+        return msgspec.json.decode(file.readline(), type=_Opened)
 
 
 def _has_ended(path: Path) -> bool:
@@ -321,7 +321,7 @@ def _has_ended(path: Path) -> bool:
         file.seek(max(0, size - _TAIL))
         lines = file.read(_TAIL).split(b"\n")
     try:
-        return len(lines) > 2 and not lines[-1] and isinstance(msgspec.json.decode(lines[-2], type=Line), Ended)
+        return len(lines) > 2 and not lines[-1] and isinstance(msgspec.json.decode(lines[-2], type=Line), _Ended)
     except UNREADABLE:  # a longer line: the whole file is read
         return False
 
@@ -344,9 +344,9 @@ def _line(text: bytes) -> Line:
         line: Line = msgspec.json.decode(text, type=Line)
     except msgspec.ValidationError:
         fields = msgspec.json.decode(text)
-        if not isinstance(fields, dict) or fields.get("type") != Written.__name__:
+        if not isinstance(fields, dict) or fields.get("type") != "Written":
             raise
-        line = Written(msgspec.convert(fields["node"], int), segment_of(fields["segment"]))  # an older format
+        line = _Written(msgspec.convert(fields["node"], int), segment_of(fields["segment"]))  # an older format
     return line
 
 
