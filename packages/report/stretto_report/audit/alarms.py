@@ -195,7 +195,7 @@ def disk_filling(found: Evidence) -> Iterator[Alarm]:
 
 
 @dataclass(frozen=True)
-class Check:
+class _Check:
     """One alarm function (`alarms`) with its title and the measurements that it needs.
 
     `is_measured`: at least one series of `needs` has measurements for `windows` windows of ten steps; always if `needs`
@@ -217,22 +217,22 @@ class Check:
         return any(measured(found.series.get(name), self.windows) for name in names)
 
 
-CHECKS: tuple[Check, ...] = (
-    Check("accuracy falling", accuracy_falling, ("evaluation", "accuracy"), 2),
-    Check("reward without accuracy", reward_without_accuracy, ("evaluation",)),
-    Check("dead gradient", dead_gradient, ("trainer.grad_norm",)),
-    Check("exploding gradient", exploding_gradient, ("trainer.grad_norm",)),
-    Check("gradients not finite", bad_steps, ("trainer.bad_steps",)),
-    Check("policy far away", policy_apart, ("trainer.kl_behavior", "trainer.kl_reference")),
-    Check("entropy collapse", entropy_collapse, ("trainer.entropy",), 2),
-    Check("completions cut off or undecided", completions_lost, ("truncated", "undecided", "evaluation")),
-    Check("length explosion", length_explosion, ("length_mean",), 2),
-    Check("a role does nothing", idle_role, ("busy.",)),
-    Check("staleness at its bound", staleness_at_bound, ("busy.trainer",)),
-    Check("mismatch of engine and trainer", mismatch, ("trainer.behavior_logprob_error",)),
-    Check("an engine drifts from the trainer", canary_drifting, ("canary.",)),
-    Check("memory of a role growing", memory_growing, ("memory.",)),
-    Check("disk filling", disk_filling),
+CHECKS: tuple[_Check, ...] = (
+    _Check("accuracy falling", accuracy_falling, ("evaluation", "accuracy"), 2),
+    _Check("reward without accuracy", reward_without_accuracy, ("evaluation",)),
+    _Check("dead gradient", dead_gradient, ("trainer.grad_norm",)),
+    _Check("exploding gradient", exploding_gradient, ("trainer.grad_norm",)),
+    _Check("gradients not finite", bad_steps, ("trainer.bad_steps",)),
+    _Check("policy far away", policy_apart, ("trainer.kl_behavior", "trainer.kl_reference")),
+    _Check("entropy collapse", entropy_collapse, ("trainer.entropy",), 2),
+    _Check("completions cut off or undecided", completions_lost, ("truncated", "undecided", "evaluation")),
+    _Check("length explosion", length_explosion, ("length_mean",), 2),
+    _Check("a role does nothing", idle_role, ("busy.",)),
+    _Check("staleness at its bound", staleness_at_bound, ("busy.trainer",)),
+    _Check("mismatch of engine and trainer", mismatch, ("trainer.behavior_logprob_error",)),
+    _Check("an engine drifts from the trainer", canary_drifting, ("canary.",)),
+    _Check("memory of a role growing", memory_growing, ("memory.",)),
+    _Check("disk filling", disk_filling),
 )
 
 

@@ -18,7 +18,7 @@ from stretto_report.reading.policies import same_weights
 _TIMES = "seconds"  # prefix of measured times, which differ between any two runs
 
 
-class Parting(Record, frozen=True):
+class _Parting(Record, frozen=True):
     """Result of a comparison. `step` is the first step that differs, in `fields` (words for a message; one says if a
     run ends before the other). If `fields` is empty, the runs are equal and `step` is their number of steps.
     `policies`: versions whose weights were compared; left empty for runs that differ."""
@@ -36,7 +36,7 @@ class Parting(Record, frozen=True):
         return f"{equal}, and the weights of versions {', '.join(map(str, self.policies))}"
 
 
-def diff_runs(first: str | Path, second: str | Path) -> Parting:
+def diff_runs(first: str | Path, second: str | Path) -> _Parting:
     """Compare two runs step by step, up to the first difference: batches, measurements but times, and the weights of
     the policies that both have kept. A run that ends earlier differs there.
 
@@ -47,15 +47,15 @@ def diff_runs(first: str | Path, second: str | Path) -> Parting:
     folders = RunFolder.open(first), RunFolder.open(second)
     steps, compared = 0, list[int]()
     if fields := _weights(folders, 0, compared):
-        return Parting(step=0, fields=fields)
+        return _Parting(step=0, fields=fields)
     for step, (one, other) in enumerate(zip_longest(*map(_steps, folders)), start=1):
         if one is None or other is None:
             missing = folders[0] if one is None else folders[1]
-            return Parting(step=step, fields=(f"{missing.path} ends before",))
+            return _Parting(step=step, fields=(f"{missing.path} ends before",))
         if fields := tuple(_differences(one, other)) or _weights(folders, step, compared):
-            return Parting(step=step, fields=fields)
+            return _Parting(step=step, fields=fields)
         steps = step
-    return Parting(step=steps, policies=tuple(compared))
+    return _Parting(step=steps, policies=tuple(compared))
 
 
 class _Step(Record, frozen=True):

@@ -31,7 +31,7 @@ Questions = tuple[int, int, str]  # what an evaluation asked: its prompts, compl
 
 
 @dataclass(frozen=True)
-class Onset:
+class _Onset:
     """Beginning of a bad stretch that lasts until now. `first`: step of its beginning; `was`: mean of the first window
     of the run (the best one for `collapsed`); `now`: mean of the newest window (its greatest value for `still`)."""
 
@@ -52,7 +52,7 @@ def apart(
     windows: int = 2,
     *,
     geometric: float | None = None,
-) -> Onset | None:
+) -> _Onset | None:
     """Return the onset of bad windows; None if the newest is not bad, or there are fewer measurements than `windows`
     windows need.
 
@@ -72,7 +72,7 @@ def apart(
     return _newest(steps[known], differs(means, float(means[0])), means)
 
 
-def still(steps: Steps, values: Numbers | None) -> Onset | None:
+def still(steps: Steps, values: Numbers | None) -> _Onset | None:
     """Return the onset of a standstill: since then no value has exceeded a ten-thousandth of the median of the first
     window's positive values (a median, since a single spike does not move it). None if a value of the newest window
     exceeds it, or less than one window was measured."""
@@ -86,10 +86,10 @@ def still(steps: Steps, values: Numbers | None) -> Onset | None:
         return None
     last = np.flatnonzero(moves)
     first = int(last[-1]) + 1 if len(last) else 0
-    return Onset(int(steps[known[first]]), float(chosen[:WINDOW].mean()), float(chosen[-WINDOW:].max()))
+    return _Onset(int(steps[known[first]]), float(chosen[:WINDOW].mean()), float(chosen[-WINDOW:].max()))
 
 
-def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
+def collapsed(steps: Steps, values: Numbers | None) -> _Onset | None:
     """Return the onset of windows whose mean is less than half of the best earlier window's, by more than chance. `was`
     is the mean of the best window. None if the newest window has not fallen so, or less than two windows were measured.
     The noise is estimated from differences of neighbours, which a trend does not affect."""
@@ -101,7 +101,7 @@ def collapsed(steps: Steps, values: Numbers | None) -> Onset | None:
     best = np.maximum.accumulate(means)
     chance = needed(len(means) / WINDOW) * noise * math.sqrt(2 / WINDOW)
     found = _newest(steps[known], (means < 0.5 * best) & (best - means > chance), means)
-    return None if found is None else Onset(found.first, float(best[-1]), found.now)
+    return None if found is None else _Onset(found.first, float(best[-1]), found.now)
 
 
 def fallen(
@@ -181,12 +181,12 @@ def _means(values: Numbers) -> Numbers:
     return means
 
 
-def _newest(steps: Steps, ill: Flags, means: Numbers) -> Onset | None:
+def _newest(steps: Steps, ill: Flags, means: Numbers) -> _Onset | None:
     if not ill[-1]:
         return None
     well = np.flatnonzero(~ill)
     first = int(well[-1]) + 1 if len(well) else 0
-    return Onset(int(steps[WINDOW - 1 + first]), float(means[0]), float(means[-1]))
+    return _Onset(int(steps[WINDOW - 1 + first]), float(means[0]), float(means[-1]))
 
 
 class Alarm(Record, frozen=True):

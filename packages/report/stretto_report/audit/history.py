@@ -62,7 +62,7 @@ _STEPS = (
 
 
 @dataclass(frozen=True, slots=True)
-class RecordedSegment:
+class _RecordedSegment:
     """A segment of a trajectory as recorded: numbers of tokens and log-probabilities, and the versions of its tokens in
     order, as (version, number of tokens). A given (not sampled) segment has neither log-probabilities nor versions.
     `parent`: index of the segment that it follows, or `PROMPT` or `NOTHING`."""
@@ -97,7 +97,7 @@ class RecordedTrajectory:
     tokens: int
     oldest_version: int | None
     newest_version: int | None
-    segments: tuple[RecordedSegment, ...] | None
+    segments: tuple[_RecordedSegment, ...] | None
     writers: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -105,7 +105,7 @@ class RecordedTrajectory:
         return f"{self.group}/{self.member}"
 
     @property
-    def sampled(self) -> tuple[RecordedSegment, ...]:
+    def sampled(self) -> tuple[_RecordedSegment, ...]:
         """Segments with sampled tokens; empty if the tokens were not kept."""
         return tuple(segment for segment in self.segments or () if segment.stamps)
 
@@ -146,7 +146,7 @@ class RecordedStep:
 
 
 @dataclass(frozen=True)
-class RecordedLine:
+class _RecordedLine:
     """A step's line of ``metrics.jsonl``: trained and masked tokens of the step; since the start of the run, sampled
     tokens and tokens by category of the goodput budget (empty in runs of earlier versions)."""
 
@@ -175,7 +175,7 @@ class RecordedData:
 
 
 @dataclass(frozen=True)
-class RecordedProofs:
+class _RecordedProofs:
     """Ranges (first, last; both included) of versions that each engine has proven by the canary, by its name. Versions
     before `since` need no proof: the stretto that sampled with them had no canary."""
 
@@ -203,12 +203,12 @@ class History:
     broken_start: tuple[str, ...]  # files of the run's start that have changed
     edited: tuple[str, ...]  # keys of the recipe that differ from the record
     notes: tuple[str, ...]  # records that cannot be checked
-    lines: Mapping[int, RecordedLine]  # by step
+    lines: Mapping[int, _RecordedLine]  # by step
     changes: tuple[RecordedChange, ...] = ()  # of bounds
     # Most groups in flight at once between two changes of bounds, by id of the first group admitted between them.
     most_in_flight: Mapping[str, int] = field(default_factory=dict)
     data: RecordedData | None = None  # None: a run of an earlier stretto
-    proofs: RecordedProofs | None = None  # None: a run of an earlier stretto
+    proofs: _RecordedProofs | None = None  # None: a run of an earlier stretto
 
     @property
     def trajectories(self) -> tuple[RecordedTrajectory, ...]:
@@ -304,9 +304,9 @@ def _data(questions: Path, fact: Mapping[str, Any]) -> RecordedData:
     )
 
 
-def _proofs(fact: Mapping[str, Any]) -> RecordedProofs:
+def _proofs(fact: Mapping[str, Any]) -> _RecordedProofs:
     proven = {one["engine"]: tuple((first, last) for first, last in one["ranges"]) for one in fact["proven"]}
-    return RecordedProofs(fact["since"], proven)
+    return _RecordedProofs(fact["since"], proven)
 
 
 def _digest(questions: Path) -> tuple[str, tuple[str, ...]]:
@@ -405,7 +405,7 @@ def in_force(changes: Sequence[RecordedChange], key: int, start: float) -> float
 def _trajectory(group: str, row: list[object]) -> RecordedTrajectory:
     *facts, interrupted, payload = (sys.intern(value) if isinstance(value, str) else value for value in row)
     member, _, _, _, verdict, reward, stop_reason, *_ = facts
-    segments: tuple[RecordedSegment, ...] | None = None
+    segments: tuple[_RecordedSegment, ...] | None = None
     writers: tuple[tuple[str, int], ...] = ()
     columns = verdict, reward, stop_reason, interrupted
     if isinstance(payload, bytes) and payload_fits(f"{group}/{member}", columns, payload):
@@ -424,16 +424,16 @@ def _shared(found: Found) -> Found:
     return found
 
 
-def _segment(place: int, fields: list[Any]) -> RecordedSegment:
+def _segment(place: int, fields: list[Any]) -> _RecordedSegment:
     tokens, logprobs, stamps, *_ = fields
     parent = next(iter(fields[_PARENT:]), None)
-    return RecordedSegment(tokens, logprobs, stamps, place - 1 if parent is None else parent)
+    return _RecordedSegment(tokens, logprobs, stamps, place - 1 if parent is None else parent)
 
 
-def _lines(path: Path) -> Mapping[int, RecordedLine]:
+def _lines(path: Path) -> Mapping[int, _RecordedLine]:
     """Return the lines of steps in ``metrics.jsonl`` by step, of several the last; unreadable lines are skipped. Empty
     if the file is missing."""
-    found: dict[int, RecordedLine] = {}
+    found: dict[int, _RecordedLine] = {}
     for line in rows_of(path):
         if not line.endswith(b"\n"):
             continue  # it is being written, or was cut off
@@ -442,7 +442,7 @@ def _lines(path: Path) -> Mapping[int, RecordedLine]:
             if row["kind"] == "step":
                 budget = {name: category["tokens"] for name, category in row.get("goodput", {}).items()}
                 counts = row["trained_tokens"], row["masked_tokens"], row.get("generated_tokens", 0)
-                found[row["step"]] = RecordedLine(*counts, budget)
+                found[row["step"]] = _RecordedLine(*counts, budget)
         except (KeyError, TypeError, AttributeError, *UNREADABLE_LINE):
             continue
     return found

@@ -19,7 +19,7 @@ from stretto.store.ledger.schema import reading
 from stretto.store.ledger.seals import check_rows
 from stretto.store.run_folder import ExportedQuestion, RunFolder
 from stretto.store.series.lines import iterate_lines
-from stretto_report.reading.formats import Csv, JsonLines, Parquet
+from stretto_report.reading.formats import FORMATS
 
 #: Names of the columns of `_ROWS`. SQLite's own names are not used: a flipped bit in the schema may change a letter.
 _NAMES: tuple[str, ...] = ("id", "group", "prompt_id", "prompt_token_ids", "payload", "interrupted", "reward")
@@ -95,16 +95,6 @@ class ExportedTrajectory(Record, frozen=True):
 
 
 _QUESTIONS = msgspec.json.Decoder(ExportedQuestion)
-
-
-#: Writers by the name of the format, which is also its file suffix; each takes an open file and the record type.
-FORMATS: Mapping[str, Callable[[BinaryIO, type[msgspec.Struct]], JsonLines | Parquet | Csv]] = {
-    "jsonl": JsonLines,
-    "parquet": Parquet,
-    "csv": Csv,
-}
-
-
 _OTHER_JSON = ("", "json", "jsonlines", "ndjson")  # further suffixes of JSON lines
 
 

@@ -5,6 +5,7 @@ annotations.
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
 import msgspec
@@ -18,7 +19,7 @@ _MARK = "'"
 _NUL, _SHOWN_NUL = "\x00", "\u2400"
 
 
-class JsonLines:
+class _JsonLines:
     """Writes records to an open file as JSON lines (UTF-8); NaN becomes null. `kind` is not used."""
 
     def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
@@ -31,7 +32,7 @@ class JsonLines:
         """Do nothing, since every row is written already. The file stays open."""
 
 
-class Csv:
+class _Csv:
     """Writes records of the type `kind` to an open file as CSV (RFC 4180, UTF-8). The header is written at once.
 
     Texts are quoted, null is an unquoted empty cell, nested values are JSON text. No cell is taken for a formula: see
@@ -77,7 +78,7 @@ _GROUP_BYTES = 8 << 20  # encoded size at which a row group is written; in memor
 _COMPRESSION = "zstd"
 
 
-class Parquet:
+class _Parquet:
     """Writes records of the type `kind` to an open parquet file; needs pyarrow (``stretto[data]``)."""
 
     def __init__(self, file: BinaryIO, kind: type[msgspec.Struct]) -> None:
@@ -160,3 +161,11 @@ def _type(arrow: Any, kind: inspect.Type) -> Any:
         case inspect.DictType(value_type=value):
             return arrow.list_(arrow.struct([("name", arrow.string()), ("value", _type(arrow, value))]))
     raise TypeError(f"no column can hold {kind}")
+
+
+#: Writers by the name of the format, which is also its file suffix; each takes an open file and the record type.
+FORMATS: Mapping[str, Callable[[BinaryIO, type[msgspec.Struct]], _JsonLines | _Parquet | _Csv]] = {
+    "jsonl": _JsonLines,
+    "parquet": _Parquet,
+    "csv": _Csv,
+}

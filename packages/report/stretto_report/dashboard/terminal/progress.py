@@ -123,7 +123,7 @@ _LINE_SECONDS = 5.0
 _ALARM_SECONDS = 5.0
 
 
-class Alarms(Protocol):
+class _Alarms(Protocol):
     """Source of alarms for a display; `audit.alarms.AlarmWatch` is one (Protocol)."""
 
     def step(self, metrics: StepMetrics) -> None:
@@ -142,7 +142,7 @@ Proofs = Callable[[], Sequence[CanaryProof]]
 def open_display(
     steps: int,
     console: Console | None = None,
-    alarms: Alarms | None = None,
+    alarms: _Alarms | None = None,
     title: str = "stretto",
     proofs: Proofs = tuple,
     verbose: bool = False,
@@ -159,7 +159,7 @@ def open_display(
     """
     console = console or open_console()
     if console.is_terminal and not console.is_dumb_terminal:
-        return PanelDisplay(steps, console, alarms, title, proofs)
+        return _PanelDisplay(steps, console, alarms, title, proofs)
     return LineDisplay(steps, console, alarms=alarms, verbose=verbose)
 
 
@@ -167,7 +167,7 @@ class Display(ABC):
     """Display of a run: shows the newest snapshot, at most once in `seconds`, and a last time at the end of the block
     (context manager). Texts are escaped for the terminal."""
 
-    def __init__(self, steps: int, console: Console, seconds: float, alarms: Alarms | None) -> None:
+    def __init__(self, steps: int, console: Console, seconds: float, alarms: _Alarms | None) -> None:
         self._watcher = Watcher(steps)
         self._console, self._ascii_only = console, is_ascii(console)
         self._seconds = seconds
@@ -254,10 +254,10 @@ class Display(ABC):
             self._draw(snapshot, fresh, again)
 
 
-class PanelDisplay(Display):
+class _PanelDisplay(Display):
     """Display as a panel on a terminal, drawn at most twice a second to save CPU time."""
 
-    def __init__(self, steps: int, console: Console, alarms: Alarms | None, title: str, proofs: Proofs) -> None:
+    def __init__(self, steps: int, console: Console, alarms: _Alarms | None, title: str, proofs: Proofs) -> None:
         super().__init__(steps, console, _PANEL_SECONDS, alarms)
         self._title, self._proofs = title, proofs
         self._live = Live(console=console, auto_refresh=False)
@@ -293,7 +293,7 @@ class LineDisplay(Display):
         steps: int,
         console: Console,
         seconds: float = _LINE_SECONDS,
-        alarms: Alarms | None = None,
+        alarms: _Alarms | None = None,
         verbose: bool = False,
     ) -> None:
         super().__init__(steps, console, seconds, alarms)

@@ -24,7 +24,7 @@ _PART = struct.Struct("<IHB")  # checksum, size, kind
 _WHOLE, _LAST = 1, 4  # kinds of parts that end a record
 
 
-class WrittenPoints:
+class _WrittenPoints:
     """Reads one W&B log file (``run-ID.wandb``) as it grows. `newest`: W&B's own step of the newest history record that
     was read; 0: none."""
 
@@ -69,7 +69,7 @@ def written(wandb: Any, folder: Path, run: str) -> int:
     """Return W&B's own step of the newest history record of the run with the id `run`, in any log file below `folder`;
     0: none. `wandb`: the module."""
     files = folder.glob(f"*run-*/run-{run}.wandb")
-    return max((WrittenPoints(wandb, path).read_on() for path in files), default=0)
+    return max((_WrittenPoints(wandb, path).read_on() for path in files), default=0)
 
 
 _PACKAGE = "wandb"
@@ -114,7 +114,7 @@ class WandbRun:
                 x_transaction_log_flush_interval=_FLUSH_SECONDS,
             ),
         )
-        self._written = WrittenPoints(wandb, Path(self._run.settings.sync_file))
+        self._written = _WrittenPoints(wandb, Path(self._run.settings.sync_file))
         self._run.define_metric("step", hidden=True)
         self._run.define_metric("*", step_metric="step")
 

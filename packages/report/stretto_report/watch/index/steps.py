@@ -149,7 +149,7 @@ def finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-class Curve(Record, frozen=True):
+class _Curve(Record, frozen=True):
     """One series in buckets of steps: mean, least and greatest value of each bucket; None where nothing was measured.
     `newest`: newest single value; None: there is none."""
 
@@ -159,7 +159,7 @@ class Curve(Record, frozen=True):
     newest: float | None
 
 
-class Curves(Record, frozen=True):
+class _Curves(Record, frozen=True):
     """Several series of `points` points; `steps`: number of all steps of the run. Each point stands for `bucket` steps
     (the last may have fewer). `x`: the values of each possible x axis, at the last step of each point."""
 
@@ -167,12 +167,12 @@ class Curves(Record, frozen=True):
     points: int
     bucket: int
     x: dict[str, list[float | None]]
-    series: dict[str, Curve]
+    series: dict[str, _Curve]
 
 
 def curves(
     steps: Steps, trained: Column, names: Sequence[str], first: int | None, last: int | None, points: int
-) -> Curves:
+) -> _Curves:
     """Return the series `names` between the steps `first` and `last` (inclusive; None: no limit): mean,
     least and greatest over equal numbers of steps, at most `points`. A point's x values are those of its last step.
 
@@ -195,7 +195,7 @@ def curves(
         "trained_tokens": np.cumsum(steps.table["trained_tokens"]),
         "trajectories": np.cumsum(trained),
     }
-    return Curves(
+    return _Curves(
         steps=len(numbers),
         points=len(starts),
         bucket=bucket,
@@ -204,21 +204,21 @@ def curves(
     )
 
 
-def _curve(values: Column, starts: Column) -> Curve:
+def _curve(values: Column, starts: Column) -> _Curve:
     if not len(starts):
-        return Curve([], [], [], None)
+        return _Curve([], [], [], None)
     measured = np.flatnonzero(np.isfinite(values))
     newest = float(values[measured[-1]]) if len(measured) else None
     if len(starts) == len(values):
         same = _listed(values)
-        return Curve(same, same, same, newest)
+        return _Curve(same, same, same, newest)
     known = np.isfinite(values)
     counts = np.add.reduceat(known, starts, dtype=float)
     sums = np.add.reduceat(np.where(known, values, 0.0), starts)
     means = np.divide(sums, counts, out=np.full(len(starts), np.nan), where=counts > 0)
     least = np.minimum.reduceat(np.where(known, values, np.inf), starts)
     most = np.maximum.reduceat(np.where(known, values, -np.inf), starts)
-    return Curve(_listed(means), _listed(least), _listed(most), newest)
+    return _Curve(_listed(means), _listed(least), _listed(most), newest)
 
 
 def _listed(values: Column) -> list[float | None]:

@@ -115,7 +115,7 @@ class Tiles(Record, frozen=True):
     name: list[str]
 
 
-class Lane(Record, frozen=True):
+class _Lane(Record, frozen=True):
     """Tiles of one role. `machine`: name of the machine that the role runs on; "": not known."""
 
     role: str
@@ -123,7 +123,7 @@ class Lane(Record, frozen=True):
     tiles: Tiles
 
 
-def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pixels: int) -> tuple[list[Lane], int]:
+def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pixels: int) -> tuple[list[_Lane], int]:
     """Return the tiles of each role between the times `first` and `last` (seconds since the first span), at a width of
     `pixels`, and the number of spans in that time. A role without spans in that time has a lane without tiles.
     `machines`: name of the machine by role; it may lack roles."""
@@ -136,7 +136,7 @@ def lanes(spans: Spans, machines: dict[str, str], first: float, last: float, pix
         role = spans.roles.all[code]
         low, high = np.searchsorted(roles, (code, code + 1))
         tiles = _tiles(spans, order[low:high], first, max(last - first, 1e-9) / pixels)
-        found.append(Lane(role, machines.get(role, ""), tiles))
+        found.append(_Lane(role, machines.get(role, ""), tiles))
     return found, len(inside)
 
 
@@ -173,7 +173,7 @@ def _tiles(spans: Spans, rows: Column, first: float, pixel: float) -> Tiles:
     )
 
 
-class Mark(Record, frozen=True):
+class _Mark(Record, frozen=True):
     """An event on the timeline. `at`: seconds since the first span. `kind`: "step", "event" or "death" (of a role).
     `step`: None for a mark that is no step."""
 
@@ -194,7 +194,7 @@ def marks(
     first: float,
     last: float,
     most_steps: int,
-) -> list[Mark]:
+) -> list[_Mark]:
     """Return the steps, and the events of the ledger, between the times `first` and `last` (seconds since the first
     span), ordered by time, at most the first 2,000. All steps are left out if there are more than `most_steps`, and all
     events if no committed step has a span, because then their clocks cannot be compared.
@@ -205,12 +205,12 @@ def marks(
     """
     started_at = {version + 1: at - spans.begin for version, at in spans.batches_taken().items()}
     behind = [at - started_at[step] for step, at in committed if step in started_at]
-    steps = [Mark(at, "step", f"step {step}", step) for step, at in started_at.items() if first <= at <= last]
+    steps = [_Mark(at, "step", f"step {step}", step) for step, at in started_at.items() if first <= at <= last]
     found = steps if len(steps) <= most_steps else []
     if behind:  # offset from Unix time to the spans' clock
         offset = float(np.median(behind))
         for at, name, detail in events:
             if first <= at - offset <= last:
                 death = any(word in detail for word in _DEATH)
-                found.append(Mark(at - offset, "death" if death else "event", f"{name}: {detail}"))
+                found.append(_Mark(at - offset, "death" if death else "event", f"{name}: {detail}"))
     return sorted(found, key=lambda mark: mark.at)[:_MOST_MARKS]

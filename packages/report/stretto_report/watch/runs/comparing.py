@@ -19,7 +19,7 @@ from stretto_report.watch.runs.run import WatchedRun
 _MOST_FIELDS = 100
 
 
-class RecipeKey(Record, frozen=True):
+class _RecipeKey(Record, frozen=True):
     """A key of recipes with its value in each run, in the order of the runs; None where it is not set."""
 
     key: str
@@ -35,7 +35,7 @@ class OneToken(Record, frozen=True):
     version: int | None
 
 
-class PartingToken(Record, frozen=True):
+class _PartingToken(Record, frozen=True):
     """First token that differs between the runs `a` and `b`. `trajectory`: its id; `index`: of the token in it. `a` or
     `b` is None if that run's trajectory has ended before."""
 
@@ -58,15 +58,15 @@ class Comparison(Record, frozen=True):
     fields: tuple[str, ...]
     policies: tuple[int, ...]
     text: str
-    token: PartingToken | None
+    token: _PartingToken | None
     recipe: list[dict[str, Any]]
 
 
-def recipe_differences(runs: Sequence[WatchedRun]) -> list[RecipeKey]:
+def recipe_differences(runs: Sequence[WatchedRun]) -> list[_RecipeKey]:
     """Return the recipe keys whose values are not equal in all runs, sorted; the value of a missing key is None."""
     recipes = [flat(run.recipe()) for run in runs]
     keys = sorted(set().union(*recipes))
-    found = [RecipeKey(key, [recipe.get(key) for recipe in recipes]) for key in keys]
+    found = [_RecipeKey(key, [recipe.get(key) for recipe in recipes]) for key in keys]
     return [key for key in found if any(value != key.values[0] for value in key.values[1:])]
 
 
@@ -100,7 +100,7 @@ def _named(text: str, *runs: WatchedRun) -> str:
     return text
 
 
-def _parting_token(a: WatchedRun, b: WatchedRun, step: int) -> PartingToken | None:
+def _parting_token(a: WatchedRun, b: WatchedRun, step: int) -> _PartingToken | None:
     """Return the first token of a step, in the order of its batch, whose id, log-probability or version differs between
     the runs. None if there is none, if the batches have different trajectories before one is found, or if the ledger of
     a run does not have the step or its tokens."""
@@ -113,7 +113,7 @@ def _parting_token(a: WatchedRun, b: WatchedRun, step: int) -> PartingToken | No
             return None
         for index, (left, right) in enumerate(zip_longest(_tokens(ours), _tokens(theirs))):
             if left != right:
-                return PartingToken(ours.id, index, _one(a, left), _one(b, right))
+                return _PartingToken(ours.id, index, _one(a, left), _one(b, right))
     return None
 
 

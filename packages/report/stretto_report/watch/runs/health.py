@@ -30,7 +30,7 @@ _PAYLOAD = """
 _MOST_BINS, _MOST_POINTS, _MOST_REASONS, _MOST_PROMPTS = 30, 200, 100, 50
 
 
-class LengthBin(Record, frozen=True, rename={"begin": "from", "end": "to"}):
+class _LengthBin(Record, frozen=True, rename={"begin": "from", "end": "to"}):
     """Judged completions with `begin` to `end` tokens (`end` excluded): number, mean reward (`mean`), share of right
     ones (`right`)."""
 
@@ -41,7 +41,7 @@ class LengthBin(Record, frozen=True, rename={"begin": "from", "end": "to"}):
     right: float
 
 
-class ReasonCount(Record, frozen=True):
+class _ReasonCount(Record, frozen=True):
     """Number of trajectories in a state for a reason."""
 
     state: str
@@ -59,7 +59,7 @@ class PromptCount(Record, frozen=True):
     mean: float
 
 
-class PromptCounts(Record, frozen=True):
+class _PromptCounts(Record, frozen=True):
     """Numbers of prompts with judged completions (`asked`), and of those whose completions were never, always or
     sometimes right. `never`, `always`: these prompts, most completions first, at most 50."""
 
@@ -71,7 +71,7 @@ class PromptCounts(Record, frozen=True):
     always: list[PromptCount]
 
 
-class TruncationShare(Record, frozen=True):
+class _TruncationShare(Record, frozen=True):
     """Share of trained completions cut off at their length limit. `share`: of all; None if none was trained. `by_step`:
     lists of equal length, ``step`` (the last one of each bucket of steps) and ``share``."""
 
@@ -79,14 +79,14 @@ class TruncationShare(Record, frozen=True):
     by_step: dict[str, list[Any]]
 
 
-class SaidOften(Record, frozen=True):
+class _SaidOften(Record, frozen=True):
     """First characters of a completion, and the number of the newest completions with exactly its tokens."""
 
     text: str
     count: int
 
 
-class Duplicates(Record, frozen=True):
+class _Duplicates(Record, frozen=True):
     """Repeated texts. Equal completions of one prompt teach nothing; equal completions of many prompts mean
     collapse.
 
@@ -97,7 +97,7 @@ class Duplicates(Record, frozen=True):
 
     answers: Repeats
     prompts: Repeats
-    said_often: list[SaidOften]
+    said_often: list[_SaidOften]
 
 
 class Health(Record, frozen=True):
@@ -113,17 +113,17 @@ class Health(Record, frozen=True):
     states: dict[str, int]
     verdicts: dict[str, int]
     stop_reasons: dict[str, int]
-    truncation: TruncationShare
-    reward_by_length: list[LengthBin]
-    prompts: PromptCounts
-    reasons: list[ReasonCount]
-    undecided: list[ReasonCount]
-    duplicates: Duplicates
+    truncation: _TruncationShare
+    reward_by_length: list[_LengthBin]
+    prompts: _PromptCounts
+    reasons: list[_ReasonCount]
+    undecided: list[_ReasonCount]
+    duplicates: _Duplicates
     indexed: float
 
 
 def health_of(
-    trajectories: Trajectories, questions: PromptTexts, duplicates: Duplicates, inspection: Inspection | None
+    trajectories: Trajectories, questions: PromptTexts, duplicates: _Duplicates, inspection: Inspection | None
 ) -> Health:
     """Return the health of the data read so far. `inspection`: summary of the run; None: the ledger cannot be read."""
     undecided = trajectories.table["verdict"] == trajectories.words["verdict"].code("undecided")
@@ -146,7 +146,7 @@ def health_of(
     )
 
 
-def duplicates_of(folder: Path, questions: PromptTexts) -> Duplicates:
+def duplicates_of(folder: Path, questions: PromptTexts) -> _Duplicates:
     """Find repeated texts among the newest completions of the run in `folder` whose tokens were kept, up to 2,000
     completions and 16 MiB, and among its `questions`. Damaged completions are skipped (their own page reports the
     damage), as are all if the ledger cannot be read."""
@@ -163,22 +163,22 @@ def duplicates_of(folder: Path, questions: PromptTexts) -> Duplicates:
                 in_group[group, tokens] += 1
                 said[tokens] += 1
                 texts.setdefault(tokens, payload.text[:_SAID_SHOWN])
-    most = [SaidOften(texts[tokens], count) for tokens, count in said.most_common(_MOST_SAID) if count > 1]
-    return Duplicates(Repeats.among(in_group.values()), questions.repeats, most)
+    most = [_SaidOften(texts[tokens], count) for tokens, count in said.most_common(_MOST_SAID) if count > 1]
+    return _Duplicates(Repeats.among(in_group.values()), questions.repeats, most)
 
 
-def _truncation(trajectories: Trajectories) -> TruncationShare:
+def _truncation(trajectories: Trajectories) -> _TruncationShare:
     table = trajectories.table
     trained = table["step"] > 0
     steps, cut = table["step"][trained], table["stop"][trained] == trajectories.words["stop"].code("length")
     if not len(steps):
-        return TruncationShare(None, {"step": [], "share": []})
+        return _TruncationShare(None, {"step": [], "share": []})
     bucket = -(-int(steps.max()) // _MOST_POINTS)
     places = (steps - 1) // bucket
     counts, cuts = np.bincount(places), np.bincount(places, weights=cut)
     there = np.flatnonzero(counts)
     shares = cuts[there] / counts[there]
-    return TruncationShare(
+    return _TruncationShare(
         float(cut.mean()), {"step": ((there + 1) * bucket).clip(max=steps.max()).tolist(), "share": shares.tolist()}
     )
 
@@ -187,7 +187,7 @@ def _judged(trajectories: Trajectories) -> Column:
     return ~np.isnan(trajectories.table["reward"])
 
 
-def _by_length(trajectories: Trajectories) -> list[LengthBin]:
+def _by_length(trajectories: Trajectories) -> list[_LengthBin]:
     table, judged = trajectories.table, _judged(trajectories)
     lengths, rewards = table["length"][judged], table["reward"][judged]
     right = table["verdict"][judged] == trajectories.words["verdict"].code("right")
@@ -198,7 +198,7 @@ def _by_length(trajectories: Trajectories) -> list[LengthBin]:
     counts = np.bincount(places)
     sums, rights = np.bincount(places, weights=rewards), np.bincount(places, weights=right)
     return [
-        LengthBin(
+        _LengthBin(
             begin=place * width,
             end=(place + 1) * width,
             count=int(counts[place]),
@@ -209,7 +209,7 @@ def _by_length(trajectories: Trajectories) -> list[LengthBin]:
     ]
 
 
-def _prompts(trajectories: Trajectories, questions: PromptTexts) -> PromptCounts:
+def _prompts(trajectories: Trajectories, questions: PromptTexts) -> _PromptCounts:
     table, judged = trajectories.table, _judged(trajectories)
     codes = table["prompt"][judged]
     right = table["verdict"][judged] == trajectories.words["verdict"].code("right")
@@ -233,7 +233,7 @@ def _prompts(trajectories: Trajectories, questions: PromptTexts) -> PromptCounts
             for id, code in zip(ids, most, strict=True)
         ]
 
-    return PromptCounts(
+    return _PromptCounts(
         asked=len(asked),
         never_solved=len(never),
         always_solved=len(always),
@@ -243,13 +243,13 @@ def _prompts(trajectories: Trajectories, questions: PromptTexts) -> PromptCounts
     )
 
 
-def _reasons(trajectories: Trajectories, among: Column) -> list[ReasonCount]:
+def _reasons(trajectories: Trajectories, among: Column) -> list[_ReasonCount]:
     table, words = trajectories.table, trajectories.words
     empty = words["reason"].find("")
     chosen = among & (table["reason"] != (NONE if empty is None else empty)) & (table["reason"] != NONE)
     pairs, counts = np.unique(np.stack((table["state"][chosen], table["reason"][chosen])), axis=1, return_counts=True)
     order = np.argsort(-counts, kind="stable")[:_MOST_REASONS]
     return [
-        ReasonCount(words["state"][int(pairs[0, at])] or "", words["reason"][int(pairs[1, at])] or "", int(counts[at]))
+        _ReasonCount(words["state"][int(pairs[0, at])] or "", words["reason"][int(pairs[1, at])] or "", int(counts[at]))
         for at in order
     ]

@@ -82,7 +82,7 @@ class _Recorded(Record, frozen=True):
 
 
 @dataclass
-class Tables:
+class _Tables:
     """Tables of an open run: what was read of its files so far."""
 
     steps: Steps
@@ -109,7 +109,7 @@ class WatchedRun:
         self.id, self.folder, self.name = id, folder, name
         self._cache, self.pieces = cache, Pieces(folder)
         self._newest = NewestLines(RunFolder(folder).metrics)
-        self._tables: Tables | None = None
+        self._tables: _Tables | None = None
         self.faults: dict[str, str] = {}
         self._found: tuple[object, AlarmReport] = (None, AlarmReport([], 0, ()))
         self._recipe: tuple[object, dict[str, Any]] = (None, {})
@@ -131,13 +131,13 @@ class WatchedRun:
     # The tables.
 
     @property
-    def tables(self) -> Tables:
+    def tables(self) -> _Tables:
         """Tables of the run as far as they were read. The first access opens the run, with what its cache has;
         `advance` reads more."""
         if self._tables is None:
             run = RunFolder(self.folder)
             trajectories, questions = Trajectories(self.folder, self._cache), PromptTexts(run.questions)
-            self._tables = Tables(
+            self._tables = _Tables(
                 steps=Steps(run.metrics, self._cache),
                 trajectories=trajectories,
                 spans=Spans(run.spans, self._cache),

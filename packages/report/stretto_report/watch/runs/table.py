@@ -38,7 +38,7 @@ _AND = re.compile(r"\s+and\s+", re.IGNORECASE)
 _OR = re.compile(r"\s*\|\s*")
 
 
-class Clause(Record, frozen=True):
+class _Clause(Record, frozen=True):
     """One comparison of a filter, such as ``state=trained|buffered``. With several `values`, ``=`` means equal to one
     of them, ``!=`` equal to none. The value None (``null``) stands for a missing one. Values of a field in `NUMBERS`
     are numbers, of others texts."""
@@ -48,7 +48,7 @@ class Clause(Record, frozen=True):
     values: tuple[float | str | None, ...]
 
 
-def parse_where(text: str) -> tuple[Clause, ...]:
+def parse_where(text: str) -> tuple[_Clause, ...]:
     """Parse a filter, and return its clauses. A row passes if it passes every clause; an empty text gives none. Raises
     RefusedRequest if the text is no filter; the message shows where."""
     if len(text) > _LONGEST:
@@ -61,7 +61,7 @@ def parse_where(text: str) -> tuple[Clause, ...]:
     return clauses
 
 
-def _clauses(text: str) -> Iterator[Clause]:
+def _clauses(text: str) -> Iterator[_Clause]:
     at = 0
     while True:
         head = _FIELD.match(text, at)
@@ -97,7 +97,7 @@ def _values(text: str, at: int) -> tuple[list[str | None], int]:
         at = more.end()
 
 
-def _clause(field: str, operator: str, values: list[str | None]) -> Clause:
+def _clause(field: str, operator: str, values: list[str | None]) -> _Clause:
     if field not in (*NUMBERS, *WORDS):
         raise RefusedRequest(_PLACE, f"unknown field {field!r}", nearest(field, (*NUMBERS, *WORDS)))
     if len(values) > 1 and operator not in ("=", "!="):
@@ -105,13 +105,13 @@ def _clause(field: str, operator: str, values: list[str | None]) -> Clause:
     if field in NUMBERS:
         if operator == "~":
             raise RefusedRequest(_PLACE, f"{field}~ is not possible", f"{field} is a number: = != < <= > >=")
-        return Clause(field, operator, tuple(None if value is None else _number(field, value) for value in values))
+        return _Clause(field, operator, tuple(None if value is None else _number(field, value) for value in values))
     allowed = ("~",) if field == "text" else ("=", "!=") if field == "group" else ("=", "!=", "~")
     if operator not in allowed:
         raise RefusedRequest(_PLACE, f"{field}{operator} is not possible", f"{field} takes {' '.join(allowed)}")
     if operator == "~" and values[0] is None:
         raise RefusedRequest(_PLACE, f"{field}~null is not possible", "a text")
-    return Clause(field, operator, tuple(values))
+    return _Clause(field, operator, tuple(values))
 
 
 def _number(field: str, value: str) -> float:
@@ -204,7 +204,7 @@ class Table:
         """Memory of the cached sort orders in bytes."""
         return sum(order.nbytes for order in self._orders.values())
 
-    def page(self, where: Sequence[Clause], sort: tuple[str, bool], offset: int, limit: int) -> Page:
+    def page(self, where: Sequence[_Clause], sort: tuple[str, bool], offset: int, limit: int) -> Page:
         """Return at most `limit` of the rows that pass all clauses of `where`, from `offset` on. `sort`: a field of
         `SORTED`, and whether to sort descending; rows without a value come last. A search in prompts stops after 0.1 s.
         Raises StoreError if the ledger cannot be read."""
@@ -255,7 +255,7 @@ class Table:
     def _numbers(self, name: str) -> Column:
         return self._trajectories.staleness if name == "staleness" else self._trajectories.table[name]
 
-    def _passes(self, clause: Clause) -> Column:
+    def _passes(self, clause: _Clause) -> Column:
         match clause.field:
             case "group":
                 found = np.isin(self._trajectories.table["group_key"], self._group_keys(clause.values))
@@ -265,7 +265,7 @@ class Table:
             case _:
                 return _passes_numbers(self._numbers(clause.field), clause)
 
-    def _search(self, clause: Clause) -> tuple[Column, float]:
+    def _search(self, clause: _Clause) -> tuple[Column, float]:
         """Return whether the prompt of each row contains the clause's text, [rows], and the share of prompts searched
         so far. Prompts that are not searched yet count as without the text."""
         found = self._questions.search(str(clause.values[0]), _SEARCH_SECONDS)
@@ -277,7 +277,7 @@ class Table:
             found = [connection.execute(_KEY_OF, (id,)).fetchone() for id in ids]
         return [row[0] for row in found if row is not None]
 
-    def _passes_words(self, clause: Clause) -> Column:
+    def _passes_words(self, clause: _Clause) -> Column:
         words, codes = self._trajectories.words[clause.field], self._trajectories.table[clause.field]
         if clause.operator == "~":
             wanted = str(clause.values[0]).casefold()
@@ -332,7 +332,7 @@ def _absent(values: Column) -> Column:
     return np.isnan(values) if values.dtype.kind == "f" else values == NONE
 
 
-def _passes_numbers(values: Column, clause: Clause) -> Column:
+def _passes_numbers(values: Column, clause: _Clause) -> Column:
     absent = _absent(values)
     if clause.operator in ("=", "!="):
         found = np.isin(values, [value for value in clause.values if value is not None]) & ~absent

@@ -34,7 +34,7 @@ _PAYLOAD = """
 """
 
 
-class WrittenCall(Record, frozen=True):
+class _WrittenCall(Record, frozen=True):
     """A tool call that the model wrote in a completion. `arguments`: JSON text."""
 
     name: str
@@ -76,7 +76,7 @@ class ShownSegment(Record, frozen=True):
     interrupted: int
     length: int
     offset: int
-    calls: list[WrittenCall]
+    calls: list[_WrittenCall]
     tokens: TokenColumns
 
 
@@ -94,7 +94,7 @@ class LifeEvent(Record, frozen=True):
     at: float | None = None
 
 
-class Cut(Record, frozen=True):
+class _Cut(Record, frozen=True):
     """Window of tokens, from `offset` to `offset + limit`. `more`: whether tokens follow it."""
 
     offset: int
@@ -102,14 +102,14 @@ class Cut(Record, frozen=True):
     more: bool
 
 
-class PromptTokens(Record, frozen=True):
+class _PromptTokens(Record, frozen=True):
     """First tokens of a prompt: their ids and pieces of text."""
 
     id: list[int]
     text: list[str]
 
 
-class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
+class _Detail(TableRow, frozen=True, rename={"members": "siblings"}):
     """A row of the table with all records of the trajectory. `prompt_cut`, `text_cut`: whether `prompt_text` and `text`
     are cut. `tokens`: number of all its tokens; those of `segments` are the ones in the window `cut`. `training_fault`:
     why there is no record of its tokens' training (`training`); "": there is, or it was not trained. `members` (in JSON
@@ -121,12 +121,12 @@ class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
     answer: str | None
     text: str
     text_cut: bool
-    prompt_tokens: PromptTokens
+    prompt_tokens: _PromptTokens
     prompt_length: int
     rewards: dict[str, float]
     session: str
     tokens: int
-    cut: Cut
+    cut: _Cut
     segments: list[ShownSegment]
     training: TrainingSums | None
     training_fault: str
@@ -134,7 +134,7 @@ class Detail(TableRow, frozen=True, rename={"members": "siblings"}):
     members: list[str]
 
 
-class GroupMember(TableRow, frozen=True):
+class _GroupMember(TableRow, frozen=True):
     """A completion on the page of its group. `text_cut`: whether `text` is cut. `advantage`: mean over its tokens in
     the loss; None if that is not on record."""
 
@@ -153,7 +153,7 @@ class ShownGroup(Record, frozen=True):
     answer: str | None
     admitted_version: int
     mean_reward: float | None
-    members: list[GroupMember]
+    members: list[_GroupMember]
 
 
 class Reader:
@@ -164,7 +164,7 @@ class Reader:
         self._folder, self._trajectories, self._questions = folder, trajectories, questions
         self.table, self._pieces = Table(folder, trajectories, questions), pieces
 
-    def trajectory(self, id: str, offset: int, limit: int, skipped: dict[int, tuple[str, ...]]) -> Detail | None:
+    def trajectory(self, id: str, offset: int, limit: int, skipped: dict[int, tuple[str, ...]]) -> _Detail | None:
         """Return everything recorded of the trajectory `id` (``GROUP/MEMBER``); None if it is unknown, or not read yet.
 
         Args:
@@ -191,19 +191,19 @@ class Reader:
         training = Training.of(self._folder, row, trained, payload.segments)
         question = self._questions.find([row.prompt_id]).get(row.prompt_id)
         asked = question.prompt if question is not None else None
-        return Detail(
+        return _Detail(
             **msgspec.structs.asdict(row),
             prompt_text=None if asked is None else asked[:LONGEST_TEXT],
             prompt_cut=asked is not None and len(asked) > LONGEST_TEXT,
             answer=None if question is None else question.answer[:LONGEST_TEXT],
             text=payload.text[:LONGEST_TEXT],
             text_cut=len(payload.text) > LONGEST_TEXT,
-            prompt_tokens=PromptTokens(list(prompt[:limit]), self._pieces.of(prompt[:limit])),
+            prompt_tokens=_PromptTokens(list(prompt[:limit]), self._pieces.of(prompt[:limit])),
             prompt_length=len(prompt),
             rewards=dict(payload.rewards),
             session=payload.session,
             tokens=(total := sum(segment.length for segment in payload.segments)),
-            cut=Cut(offset, limit, offset + limit < total),
+            cut=_Cut(offset, limit, offset + limit < total),
             segments=list(self._segments(payload.segments, training, offset, offset + limit)),
             training=training.sums,
             training_fault=training.fault,
@@ -232,7 +232,7 @@ class Reader:
             admitted_version=rows[0].admitted_version,
             mean_reward=sum(rewards) / len(rewards) if rewards else None,
             members=[
-                GroupMember(
+                _GroupMember(
                     **msgspec.structs.asdict(row),
                     text=text[:LONGEST_OF_MEMBER],
                     text_cut=len(text) > LONGEST_OF_MEMBER,
@@ -296,12 +296,12 @@ class Reader:
                 tokens=self._columns(segment, window, training, own + window.start),
             )
 
-    def _calls(self, segment: Segment) -> list[WrittenCall]:
+    def _calls(self, segment: Segment) -> list[_WrittenCall]:
         text = self._pieces.text(segment.token_ids[:MOST_TOKENS])
         if len(text) > _LARGEST_CALLS:
             return []
         found = form_of(self._pieces.chat_template).parse(text, lambda number: f"call_{number}").calls
-        return [WrittenCall(call.name, call.arguments) for call in found]
+        return [_WrittenCall(call.name, call.arguments) for call in found]
 
     def _columns(self, segment: Segment, window: slice, training: Training, first: int) -> TokenColumns:
         """Return columns of the tokens in `window`, a slice of the segment. `first`: index of the window's first token

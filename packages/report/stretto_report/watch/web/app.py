@@ -87,11 +87,11 @@ _READ_SECONDS = 0.1  # of reading before a request is answered with what was rea
 _JSON = "application/json"
 
 
-class NotThere(RefusedRequest):
+class _NotThere(RefusedRequest):
     """Error 404: the requested run, page or record does not exist."""
 
 
-_STATUS = {NotThere: 404, Busy: 429, NotAllowed: 403}
+_STATUS = {_NotThere: 404, Busy: 429, NotAllowed: 403}
 _LARGEST_ORDER = 1 << 16
 _ORDER_SECONDS = 10.0
 _ORDER = msgspec.json.Decoder(ReplayOrder)
@@ -192,17 +192,17 @@ class Dashboard:
                 self._read_on(run)
             if found is None:
                 name = asked.get("/trajectory") or asked.get("/group") or ""
-                raise NotThere(page.__name__.removesuffix("_page"), f"{name[:80]!r} is not there", "see the table")
+                raise _NotThere(page.__name__.removesuffix("_page"), f"{name[:80]!r} is not there", "see the table")
             return found
 
         return answer
 
     def _run(self, id: str) -> WatchedRun:
-        """Return the run with this id. Raises NotThere if there is none. Must run in the reading thread, like all that
+        """Return the run with this id. Raises _NotThere if there is none. Must run in the reading thread, like all that
         uses the catalog."""
         run = self._catalog.find(id)
         if run is None:
-            raise NotThere("run", f"{id[:80]!r} is not there", "see /api/runs")
+            raise _NotThere("run", f"{id[:80]!r} is not there", "see /api/runs")
         return run
 
     def _read_on(self, run: WatchedRun) -> None:
@@ -283,7 +283,7 @@ def _refused(status: int, where: str, found: str, allowed: str) -> Response:
 
 
 async def _nothing(request: Request) -> Any:
-    raise NotThere("path", f"{request.url.path[:80]!r} is not served", "see docs/how_to/report.md")
+    raise _NotThere("path", f"{request.url.path[:80]!r} is not served", "see docs/how_to/report.md")
 
 
 async def _index(request: Request) -> Response:
