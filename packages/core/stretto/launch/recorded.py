@@ -41,7 +41,7 @@ def recorded_recipe(folder: RunFolder, text: str | None) -> Recipe:
 STOPS = "stop tokens"  #: name of the ledger's fact with the ids of the tokens that end a completion
 
 
-def as_begun(plan: Plan, ledger: Ledger) -> Plan:
+def with_stops_on_record(plan: Plan, ledger: Ledger) -> Plan:
     """Return the plan of a resumed run, in which the tokens that end completions are those on record: with others,
     completions in flight and the canary would no longer be those of the run. If the model names others, a note of the
     plan says so. A run without a record takes those of the model, which are recorded."""

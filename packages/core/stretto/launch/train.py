@@ -39,11 +39,11 @@ from stretto.launch.recorded import (
     DATA,
     RECIPE,
     DataRecord,
-    as_begun,
     changed_sources,
     record_recipe,
     record_sources,
     recorded_recipe,
+    with_stops_on_record,
     write_questions,
 )
 from stretto.loop.records.reporter import Reporter, RunLog
@@ -146,7 +146,7 @@ def prepare(
         # One ledger for all: to open it, all trajectories of the run are counted.
         with closing(Ledger(folder.ledger, recipe.store)) as ledger:
             beginning = _where_it_ended(folder, plan, ledger)
-            prepared = Prepared(as_begun(plan, ledger), folder, beginning)
+            prepared = Prepared(with_stops_on_record(plan, ledger), folder, beginning)
             if write and not prepared.beginning.done:
                 record_recipe(ledger, recipe)
                 record_sources(ledger, recipe, prepared.beginning.changed)
@@ -342,7 +342,7 @@ def _fill(folder: RunFolder, plan: Plan) -> None:
         record_sources(ledger, plan.recipe)
         ledger.put(_MODEL, _model_fingerprint(plan))
         ledger.put(DATA, DataRecord.of(plan))
-        as_begun(plan, ledger)
+        with_stops_on_record(plan, ledger)
     write_questions(folder, plan)
     folder.write("versions.json", _json(library_versions()))
     folder.write("machine.json", _json(machine()))

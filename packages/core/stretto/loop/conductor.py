@@ -156,8 +156,7 @@ class Conductor:
         else:
             self.controller.finish(ticket, trajectories)
             self.recorder.judged(ticket.draw.prompt, trajectories)
-            if sentence := self.controller.without_a_batch():
-                self.recorder.filtered(sentence)
+            self.recorder.filtered(self.controller.without_a_batch())
         self._forget(ticket, trajectories)
 
     def _forget(self, ticket: Ticket, trajectories: Sequence[Trajectory] = ()) -> None:

@@ -28,12 +28,11 @@ from stretto.core.states import Journal
 from stretto.rollout.adaptive import AdaptiveBound, AdaptiveInFlight, Pressure, adapted, decided, measured
 from stretto.rollout.batching import QueueState, assert_within_bound, choose
 from stretto.rollout.config import RolloutConfig
-from stretto.rollout.filters import Compared, count_reasons, filters, most_often, refused
+from stretto.rollout.filters import Compared, count_reasons, filters, refused, silence
 from stretto.rollout.pacing import Continuous, Pacing
 from stretto.rollout.prompts import Draw, Position, PromptStream
 
 CONTROLLER = "standing"  #: key of the ledger under which the `ControllerState` is saved
-_SILENT_BATCHES = 4  # batches' worth of groups that are filtered without a batch until it is told
 
 
 class TooManyFailures(StrettoError):
@@ -128,7 +127,7 @@ class Controller:
         self._buffer: list[tuple[Ticket, Group]] = []
         self._failures_in_a_row = 0
         self.filtered, self.reasons = 0, dict[str, tuple[int, str]]()  # groups filtered since the last batch; why
-        self._told_at = _SILENT_BATCHES * config.batch_size  # as many of them are told; then twice as many
+        self._silence = silence(config.batch_size)
         self.refused = 0  # late or duplicate results
 
     @property
@@ -219,8 +218,7 @@ class Controller:
         the groups in the order of admission, before any new admission. `failures`: failed attempts at its prompt so
         far; `max_staleness`: its bound, None: the initial one.
 
-        A group without `trajectories` is in flight again, and the caller must request its completions. A group with
-        `trajectories` is buffered again.
+        Without `trajectories` it is in flight again, and the caller must request its completions; else it is buffered.
         """
         draw = self._prompts.named(group_id, failures)
         bound = self.config.staleness_bounds[0] if max_staleness is None else max_staleness
@@ -295,14 +293,8 @@ class Controller:
         return group
 
     def without_a_batch(self) -> str:
-        """Return a sentence if so many groups were filtered since the last batch that perhaps none will ever be
-        complete, with the filter that refused the most; else "". To be called after each group: it is returned at four
-        batches' worth of groups, then each time that twice as many as at the last are filtered."""
-        if self.filtered < self._told_at:
-            return ""
-        self._told_at *= 2  # of the whole run: else a filter that refuses most groups is told at each batch
-        said = f"{several(self.filtered, 'group was', 'groups were')} filtered since the last batch"
-        return f"{said}{most_often(self.reasons)}: see the filters of [rollout]"
+        """Return a sentence, now and then, if filters refuse so much that perhaps no batch will come; else ""."""
+        return self._silence(self.filtered, self.reasons)
 
     def _end(self, ticket: Ticket) -> None:
         del self._in_flight[ticket.group_id]

@@ -12,9 +12,11 @@ from statistics import mode
 
 import msgspec
 
+from stretto.core.errors import several
 from stretto.core.records import Group, Outcome, StopReason
 from stretto.rollout.config import FILTERS, RolloutConfig
 
+_SILENT_BATCHES = 4
 #: Returns the refused trajectories of a group: the reason by trajectory id.
 Filter = Callable[[Group], Mapping[str, str]]
 #: Returns the rewards of a group that the advantages compare, in the lists in which they are compared.
@@ -100,6 +102,23 @@ def most_often(counts: Mapping[str, tuple[int, str]]) -> str:
     ' (most often zero_variance: all rewards are 0)'
     """
     return f" (most often {max(counts.values())[1]})" if counts else ""
+
+
+def silence(batch_size: int) -> Callable[[int, Mapping[str, tuple[int, str]]], str]:
+    """Return a function that is called after each group with the number of groups that were filtered since the last
+    batch, and their reasons (`count_reasons`). It returns a sentence at four batches' worth of them, then each time
+    that they are twice as many as at the last sentence; else ""."""
+    at = _SILENT_BATCHES * batch_size
+
+    def told(groups: int, reasons: Mapping[str, tuple[int, str]]) -> str:
+        nonlocal at
+        if groups < at:
+            return ""
+        at *= 2  # of the whole run: else a filter that refuses most groups is told at each batch
+        said = f"{several(groups, 'group was', 'groups were')} filtered since the last batch"
+        return f"{said}{most_often(reasons)}: see the filters of [rollout]"
+
+    return told
 
 
 def _without(group: Group, reasons: Mapping[str, str]) -> Group:

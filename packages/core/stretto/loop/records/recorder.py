@@ -257,10 +257,10 @@ class Recorder:
         self._reporter.refresh()
 
     def filtered(self, sentence: str) -> None:
-        """Flush the ledger, and log that filters refuse so much that perhaps no batch will ever be complete
-        (`Controller.without_a_batch`)."""
-        self._ledger.flush()  # the alarm about it reads the ledger
-        self._reporter.say(sentence)
+        """Log the sentence of `Controller.without_a_batch`, if there is one."""
+        if sentence:
+            self._ledger.flush()  # the alarm about it reads the ledger
+            self._reporter.say(sentence)
 
     def evaluation_sampled(self, completion: Completion) -> None:
         """Count the tokens of a finished completion of an evaluation. The totals have them as `evaluated`, not as
