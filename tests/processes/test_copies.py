@@ -83,6 +83,7 @@ print(os.path.exists(server), flush=True)
 ENDS = """
 import asyncio, atexit, sys
 from stretto_app.forking import role as fork_server_role
+from stretto.processes import event_loop
 from stretto.processes.spawn import Spawn
 
 ROLE = "tests.processes.stubborn_role"
@@ -90,8 +91,11 @@ fork_server_role.ROLES = (ROLE, "a_module.that_is_not_there")
 atexit.register(print, "the end", flush=True)
 
 async def end() -> int:
-    return await (await spawner.start(Spawn(ROLE, '{"seconds":0}', sys.argv[1]))).wait()
+    roles = [await spawner.start(Spawn(ROLE, '{"seconds":0.5}', sys.argv[1])) for _ in range(4)]
+    return sum([await role.wait() for role in roles])
 
+if sys.argv[2:] == ["loop"]:
+    event_loop.run(asyncio.sleep(0))
 with fork_server_role.fork_server(beside=sys.argv[2:] == ["beside"]) as spawner:
     print(type(spawner).__name__, asyncio.run(end()), flush=True)
 """
@@ -131,13 +135,14 @@ def test_the_fork_server_of_a_command_is_a_copy_of_it_that_keeps_nothing_of_its_
     assert "DecodeError" in (tmp_path / "log.txt").read_text()
 
 
-@pytest.mark.parametrize("beside", [(), ("beside",)], ids=["with its imports", "which imports beside it"])
+@pytest.mark.parametrize("how", ["", "beside", "loop"], ids=["with its imports", "beside it", "after an event loop"])
 def test_what_a_command_does_at_its_end_is_not_done_by_its_fork_server_nor_by_its_roles(
-    tmp_path: Path, beside: tuple[str, ...]
+    tmp_path: Path, how: str
 ) -> None:
-    """And a module that cannot be imported leaves what is missing to the role that needs it."""
-    assert told(ENDS, str(tmp_path / "log.txt"), *beside) == ["ForkServer 0", "the end"]
-    assert (tmp_path / "log.txt").read_text() == "up\n"
+    """A module that cannot be imported leaves what is missing to the role that needs it. After a loop of uvloop the
+    fork server is no copy: forked processes would lose descriptors whose numbers were uvloop's."""
+    assert told(ENDS, str(tmp_path / "log.txt"), how) == ["ForkServer 0", "the end"]
+    assert (tmp_path / "log.txt").read_text() == 4 * "up\n"
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["reaped here", "SIGCHLD ignored"])

@@ -22,6 +22,7 @@ from typing import NoReturn
 import msgspec
 
 from stretto.core.errors import described
+from stretto.processes import event_loop
 from stretto.processes.heartbeat import HEARTBEAT, PARENT, begin_role, die_with_parent, keep_exit_codes
 from stretto.processes.kernel import end_of
 from stretto.processes.spawn import FRESH, Spawn, Spawner, keep_memory, settings
@@ -212,15 +213,16 @@ def fork_server(
 
     It imports the modules of the roles, and `modules`, into this process, and forks the fork server from it; with
     `beside` the fork server imports them itself, while the command goes on. Enter it before the command starts threads
-    or opens files of its own. A process with threads cannot be forked safely: it starts a fresh interpreter as fork
-    server. Without a fork server, each role starts in a fresh interpreter. This is so where the system has no room for
-    one, and on a machine with an accelerator, because a process cannot use CUDA if its parent has looked for a device.
+    or opens files of its own. A process with threads, or one that has made an event loop (`event_loop.made`), cannot be
+    forked safely: it starts a fresh interpreter as fork server. Without a fork server, each role starts in a fresh
+    interpreter. This is so where the system has no room for one, and on a machine with an accelerator, because a
+    process cannot use CUDA if its parent has looked for a device.
     """
     spawner: Spawner = FRESH
     wanted = (*(ROLES if roles is None else roles), *modules)
     if not accelerated():
         with contextlib.suppress(OSError):
-            if threads() == 1:
+            if threads() == 1 and not event_loop.made:
                 if not beside:
                     _import(wanted)
                 spawner = fork_here(apart=True, modules=wanted)

@@ -7,13 +7,21 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 try:
-    from uvloop import new_event_loop
+    from uvloop import new_event_loop as _new_event_loop
 except ImportError:  # the platform has none, or it is not installed
-    from asyncio import new_event_loop  # type: ignore[assignment]
-
-__all__ = ["new_event_loop", "run", "send"]
+    from asyncio import new_event_loop as _new_event_loop  # type: ignore[assignment]
 
 Result = TypeVar("Result")
+
+made = False  #: whether this process has made a loop here
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Make a new event loop. A process that has made one cannot become a fork server: uvloop holds two descriptors, and
+    closes their numbers in each forked process, whatever the fork server has opened there."""
+    global made
+    made = True
+    return _new_event_loop()
 
 
 async def send(writer: asyncio.StreamWriter, data: bytes | bytearray | memoryview) -> None:
