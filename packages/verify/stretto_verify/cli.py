@@ -24,7 +24,7 @@ _MISTAKE = 2  # exit code of a user's mistake
 Judge = Callable[[dict[str, Any]], Judged]
 
 
-class BadLines(Exception):
+class _BadLines(Exception):
     """Malformed lines of a file, or a file without lines. `problems`: a sentence with file and line number for each of
     the first 20, and one that counts the others."""
 
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = read_rows(given.file, _NEEDED[given.kind])
         with _math() if given.kind == "math" else _code() as judge:
             print_judged(given.file, rows, judge)
-    except (BadLines, SandboxRefused) as mistake:
+    except (_BadLines, SandboxRefused) as mistake:
         print(mistake, file=sys.stderr)
         return _MISTAKE
     except BrokenPipeError:
@@ -58,16 +58,16 @@ def read_rows(path: Path, needed: str) -> list[tuple[int, dict[str, Any]]]:
     """Line numbers and objects of a JSONL file, without blank lines.
 
     Raises:
-        BadLines: the file cannot be read or has no rows, or some lines are no objects with a text `completion` and the
+        _BadLines: the file cannot be read or has no rows, or some lines are no objects with a text `completion` and the
             field `needed` ("gold", which must be a text or a number, or "tests").
     """
     try:
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise BadLines([f"{path}: cannot be read: {error}"]) from None
+        raise _BadLines([f"{path}: cannot be read: {error}"]) from None
     except UnicodeDecodeError as error:
         number = error.object.count(b"\n", 0, error.start) + 1
-        raise BadLines([f"{path}:{number}: the byte 0x{error.object[error.start]:02x} is no UTF-8"]) from None
+        raise _BadLines([f"{path}:{number}: the byte 0x{error.object[error.start]:02x} is no UTF-8"]) from None
     rows, problems = list[tuple[int, dict[str, Any]]](), list[str]()
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
@@ -81,7 +81,7 @@ def read_rows(path: Path, needed: str) -> list[tuple[int, dict[str, Any]]]:
     if not rows and not problems:
         problems = [f"{path}: no rows; at least one is needed"]
     if problems:
-        raise BadLines(problems)
+        raise _BadLines(problems)
     return rows
 
 

@@ -80,7 +80,7 @@ class _Busy(Exception):
         self.seconds = seconds
 
 
-class Asker:
+class _Asker:
     """Posts requests to `path` below the configured address. `who` names the server in the reasons of undecided
     completions ("the judge")."""
 
@@ -273,7 +273,7 @@ class Judge:
     """Reward function: grades one completion at a time, from 0 to 1."""
 
     def __init__(self, config: JudgeConfig) -> None:
-        self._config, self._asker = config, Asker(config, "/chat/completions", "the judge")
+        self._config, self._asker = config, _Asker(config, "/chat/completions", "the judge")
 
     def __call__(self, prompt: str, completion: str, answer: str) -> float:
         """Score of a completion divided by the best possible score, `full` or the reply's own ("4/5"): 0 to 1. Asks the
@@ -348,7 +348,7 @@ class RewardModel:
     def __init__(self, config: RewardModelConfig) -> None:
         self._config = config
         server = config.model_copy(update={"address": config.address.rstrip("/").removesuffix("/v1")})
-        self._asker = Asker(server, f"/{config.form}", _REWARD_MODEL)
+        self._asker = _Asker(server, f"/{config.form}", _REWARD_MODEL)
 
     def __call__(self, prompt: str, completion: str, answer: str) -> float:
         """Score of the completion times `scale`; the gold `answer` is not used. Asks the server, with retries.

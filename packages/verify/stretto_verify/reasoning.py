@@ -32,7 +32,7 @@ _TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Gold:
+class _Gold:
     """A parsed gold answer: the values that generate a question again (`place`, from 0, of `size` questions of `task`),
     and a digest of the question's text, to check that it is the same."""
 
@@ -44,7 +44,7 @@ class Gold:
     digest: str
 
     @classmethod
-    def of(cls, answer: str) -> Gold:
+    def of(cls, answer: str) -> _Gold:
         """Parse a gold answer, a JSON object; Undecided if it is not from a reasoning-gym source."""
         try:
             row = json.loads(answer)
@@ -63,7 +63,7 @@ def reasoning_gym(prompt: str, completion: str, answer: str) -> float:
         Undecided: the question cannot be generated again, its scorer raises or gives no finite score, or nonsense
             scores more than 0.5 in the task (its floor).
     """
-    asked = Gold.of(answer)
+    asked = _Gold.of(answer)
     entry, floor = _entry(asked), floor_of(asked.task, asked.parameters)
     text = said(completion, prompt)
     if completion.strip() and not text.strip():
@@ -81,7 +81,7 @@ def gold(prompt: str, completion: str, answer: str) -> bool:
         Undecided: the answer is from no reasoning-gym source, the question made again is not the same, or the floor is
             above 0.5; the reason says which.
     """
-    asked = Gold.of(answer)
+    asked = _Gold.of(answer)
     _entry(asked)
     return floor_of(asked.task, asked.parameters) <= HIGHEST_FLOOR
 
@@ -96,7 +96,7 @@ def floor_of(task: str, parameters: str) -> float:
     """
     floor = 0.0
     for place in range(_MEASURED):
-        asked = Gold(task, 1, _MEASURED, place, parameters, "")
+        asked = _Gold(task, 1, _MEASURED, place, parameters, "")
         entry = _generated(asked)
         for text in _NONSENSE:
             if text.strip() != str(entry["answer"]).strip():
@@ -109,7 +109,7 @@ def floor_of(task: str, parameters: str) -> float:
     return floor
 
 
-def _generated(asked: Gold) -> Mapping[str, Any]:
+def _generated(asked: _Gold) -> Mapping[str, Any]:
     """Dataset entry of a question. Undecided if it cannot be generated; `digest` is not compared."""
     dataset = _made(asked.task, asked.seed, asked.size, asked.parameters)
     try:
@@ -121,7 +121,7 @@ def _generated(asked: Gold) -> Mapping[str, Any]:
     return entry
 
 
-def _entry(asked: Gold) -> Mapping[str, Any]:
+def _entry(asked: _Gold) -> Mapping[str, Any]:
     """Dataset entry of a question. Undecided if it cannot be generated, or its text has another digest."""
     entry = _generated(asked)
     found = hashlib.blake2b(str(entry["question"]).encode(), digest_size=8).hexdigest()
@@ -146,7 +146,7 @@ def _made(task: str, seed: int, size: int, parameters: str) -> Any:
         raise Undecided(f"{task} cannot be made: {type(error).__name__}: {error}") from None
 
 
-def _score(asked: Gold, text: str, entry: Mapping[str, Any]) -> float:
+def _score(asked: _Gold, text: str, entry: Mapping[str, Any]) -> float:
     random.seed(0)  # a scorer may draw
     try:
         score = float(_made(asked.task, asked.seed, asked.size, asked.parameters).score_answer(text, entry))

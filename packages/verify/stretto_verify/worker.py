@@ -23,7 +23,7 @@ _END_SECONDS = 5.0
 _READ = 1 << 16
 
 
-class MathRequest(Record, frozen=True):
+class _MathRequest(Record, frozen=True):
     """One completion to be judged, with its gold answer and prompt."""
 
     completion: str
@@ -44,7 +44,7 @@ class Worker:
         while the process starts), the process ends, or the text has a lone surrogate. A late process is killed; the
         next call starts another."""
         try:
-            request = msgspec.json.encode(MathRequest(completion, gold, prompt)) + b"\n"
+            request = msgspec.json.encode(_MathRequest(completion, gold, prompt)) + b"\n"
         except UnicodeEncodeError:
             return Judged("undecided", "the text is not valid Unicode (a lone surrogate)")
         first = self._process is None
@@ -114,7 +114,7 @@ def main() -> None:
     with os.fdopen(os.dup(1), "wb") as replies:
         os.dup2(2, 1)
         for line in sys.stdin.buffer:
-            asked = msgspec.json.decode(line, type=MathRequest)
+            asked = msgspec.json.decode(line, type=_MathRequest)
             judged = judged_here(asked.completion, asked.gold, asked.prompt)
             replies.write(msgspec.json.encode(judged) + b"\n")
             replies.flush()

@@ -11,7 +11,6 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import NamedTuple
 
 from stretto_verify.thoughts import said
 
@@ -22,15 +21,6 @@ _FENCE = re.compile(
 )
 _PYTHON = frozenset({"python", "python3", "py", "py3", "python2", "pypy3"})
 _MOST_CLOSING = 8  # most fences that are tried as the end of a block
-
-
-class Program(NamedTuple):
-    """Source text of a program. `before` and `after`: further source that is run before and after it in the same
-    module."""
-
-    source: str
-    before: str = ""
-    after: str = ""
 
 
 def extract_program(

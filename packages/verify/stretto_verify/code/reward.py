@@ -20,7 +20,7 @@ import msgspec
 from stretto_verify.clock import clock_limit
 from stretto_verify.code.comparison import near, same_text, same_value
 from stretto_verify.code.formats import parse_tests
-from stretto_verify.code.program import Program, extract_program, helpers
+from stretto_verify.code.program import extract_program, helpers
 from stretto_verify.code.tests import CallTest, ProgramTests, StdinTest
 from stretto_verify.sandbox.config import SandboxConfig
 from stretto_verify.sandbox.probe import Report, probe
@@ -31,6 +31,15 @@ from stretto_verify.verdicts import Undecided
 
 _TRIES = 2  # a sandbox that fails is started again once
 _OUT_OF_TIME = "time limit of all tests"
+
+
+class _Program(NamedTuple):
+    """Source text of a program. `before` and `after`: further source that is run before and after it in the same
+    module."""
+
+    source: str
+    before: str = ""
+    after: str = ""
 
 
 class Judgement(NamedTuple):
@@ -113,7 +122,7 @@ class CodeReward:
     def close(self) -> None:
         self._sandbox.close()
 
-    def _judge_input(self, program: Program, test: StdinTest, clock: _Clock, *, alike: bool) -> str:
+    def _judge_input(self, program: _Program, test: StdinTest, clock: _Clock, *, alike: bool) -> str:
         """Run the program on one input and charge its time to `clock`. Return the reason of its failure (`_OUT_OF_TIME`
         if earlier tests have used up its time), "" if it passes. `alike`: as for `same_text`."""
         if clock.left <= 0:
@@ -128,7 +137,7 @@ class CodeReward:
         return "" if same_text(test.stdout, ended.output.decode(errors="replace"), alike=alike) else "wrong output"
 
     def _judge_calls(
-        self, program: Program, tests: tuple[CallTest, ...], clock: _Clock, *, alike: bool
+        self, program: _Program, tests: tuple[CallTest, ...], clock: _Clock, *, alike: bool
     ) -> tuple[int, str]:
         """Run all calls in one process, which gets the arguments but not the expected results, and charge its time to
         `clock`. Return the number of passed calls and the first failure, "" if there is none; 0 if the program wrote
@@ -185,7 +194,7 @@ def code_reward(settings: str) -> CodeReward:
     return CodeReward(config, *probe(config))
 
 
-def program_of(completion: str, tests: ProgramTests) -> Program | None:
+def program_of(completion: str, tests: ProgramTests) -> _Program | None:
     """Program of a completion, ready to run; None if the completion has none. `before` it come the tests' `prelude` and
     the helpers of their `preamble` (unless the program begins with the preamble); `after` it comes their `setup`."""
     called = frozenset(test.call for test in tests.calls)
@@ -193,7 +202,7 @@ def program_of(completion: str, tests: ProgramTests) -> Program | None:
     if source is None:
         return None
     given = "" if source.startswith(tests.preamble) else helpers(tests.preamble, tests.entry_point)
-    return Program(source, before="\n".join(filter(None, (tests.prelude, given))), after=tests.setup)
+    return _Program(source, before="\n".join(filter(None, (tests.prelude, given))), after=tests.setup)
 
 
 @dataclass

@@ -28,7 +28,7 @@ from stretto_verify.verdicts import Record, SandboxRefused
 _DAEMON_SECONDS = 0.5  # the attack's daemon needs 0.3 s to leave its mark
 
 
-class Finding(Record, frozen=True):
+class _Finding(Record, frozen=True):
     """Result of one `attack` (its name) on the walls of one rung: whether they `stopped` it, and in `seen` the end of
     the program's output and how it ended."""
 
@@ -37,14 +37,14 @@ class Finding(Record, frozen=True):
     seen: str
 
 
-class Rung(Record, frozen=True):
+class _Rung(Record, frozen=True):
     """Walls of a `level` that were tried: the findings of the attacks, or the `problem` that prevented or ended them,
     else "". `warm`: one guest ran all programs."""
 
     level: str
     warm: bool
     problem: str
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[_Finding, ...] = ()
 
     @property
     def holds(self) -> bool:
@@ -61,7 +61,7 @@ class Rung(Record, frozen=True):
 class Report(Record, frozen=True):
     """All rungs (walls of a sandbox) that were tried, strongest first. The last one is used."""
 
-    rungs: tuple[Rung, ...]
+    rungs: tuple[_Rung, ...]
 
     @property
     def level(self) -> Level:
@@ -120,7 +120,7 @@ class Baits:
         return Template(program).safe_substitute(self._values)
 
 
-def try_attack(sandbox: Sandbox, attack: Attack, baits: Baits) -> Finding:
+def try_attack(sandbox: Sandbox, attack: Attack, baits: Baits) -> _Finding:
     """Run one attack in the sandbox, and return the finding. An attack that ends without its aim counts as stopped.
 
     Raises:
@@ -132,17 +132,17 @@ def try_attack(sandbox: Sandbox, attack: Attack, baits: Baits) -> Finding:
         while time.monotonic() < until and not baits.mark.exists():
             time.sleep(0.02)
     through = THROUGH in ended.output or baits.mark.exists()
-    return Finding(attack=attack.name, stopped=not through, seen=_seen(ended))
+    return _Finding(attack=attack.name, stopped=not through, seen=_seen(ended))
 
 
 def _seen(ended: ProgramEnd) -> str:
     return f"{ended.output[-100:].decode(errors='replace').strip()} {ended.how}".strip()
 
 
-def try_rung(walls: Walls, config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> Rung:
+def try_rung(walls: Walls, config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> _Rung:
     """Set up these walls, check that an honest program works, and run the attacks that their level must stop, until one
     gets through. Never raises `SandboxFailed`; it becomes the rung's problem."""
-    findings: list[Finding] = []
+    findings: list[_Finding] = []
     problem = ""
     try:
         with Sandbox(walls, config) as sandbox, Baits() as baits:
@@ -157,7 +157,7 @@ def try_rung(walls: Walls, config: SandboxConfig, attacks: Sequence[Attack] = AT
     except SandboxFailed as failure:
         problem = str(failure)
     warm = walls.warm and config.warm
-    return Rung(level=walls.level, warm=warm, problem=problem, findings=tuple(findings))
+    return _Rung(level=walls.level, warm=warm, problem=problem, findings=tuple(findings))
 
 
 def probe(config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> tuple[Walls, Report]:
@@ -167,7 +167,7 @@ def probe(config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> tuple[W
     Raises:
         SandboxRefused: only walls weaker than the configuration allows hold, or for root only level E.
     """
-    rungs: list[Rung] = []
+    rungs: list[_Rung] = []
     for walls in ladder(config.warm):
         if walls.level > config.lowest_level and not (walls.level is Level.E and config.unsafe):
             break
@@ -177,7 +177,7 @@ def probe(config: SandboxConfig, attacks: Sequence[Attack] = ATTACKS) -> tuple[W
     raise _refused(rungs, config)
 
 
-def _refused(rungs: Sequence[Rung], config: SandboxConfig) -> SandboxRefused:
+def _refused(rungs: Sequence[_Rung], config: SandboxConfig) -> SandboxRefused:
     found = "; ".join(map(str, rungs)) or f"nothing is allowed by lowest_level = {config.lowest_level}"
     if config.unsafe and os.getuid() == 0:
         remedy = "unsafe = true is not for root: be another user"

@@ -52,7 +52,7 @@ setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 
 
 @dataclass(frozen=True)
-class Architecture:
+class _Architecture:
     """A machine architecture: its number in the kernel's audit interface, and its numbers of system calls, by name."""
 
     audit: int
@@ -100,8 +100,8 @@ sched_setattr 274 memfd_create 279 bpf 280 userfaultfd 282 kexec_file_load 294
 """
 
 ARCHITECTURES = {
-    "x86_64": Architecture(0xC000003E, _numbered(_X86_64 + _EVERYWHERE)),
-    "aarch64": Architecture(0xC00000B7, _numbered(_AARCH64 + _EVERYWHERE)),
+    "x86_64": _Architecture(0xC000003E, _numbered(_X86_64 + _EVERYWHERE)),
+    "aarch64": _Architecture(0xC00000B7, _numbered(_AARCH64 + _EVERYWHERE)),
 }
 
 

@@ -100,14 +100,14 @@ def ladder(warm: bool) -> Iterator[Walls]:
 
 
 @dataclass(frozen=True)
-class Interpreter:
+class _Interpreter:
     """A Python interpreter, and the folders of libraries that it needs."""
 
     executable: Path
     libraries: tuple[Path, ...]
 
     @classmethod
-    def of(cls, executable: Path, prefix: Path) -> Interpreter:
+    def of(cls, executable: Path, prefix: Path) -> _Interpreter:
         """The interpreter that is installed under `prefix`, with its libraries there and the system's that exist."""
         places = [prefix / "lib", prefix / "lib64", *map(Path, _SYSTEM_LIBRARIES)]
         return cls(executable, tuple(dict.fromkeys(place for place in places if os.path.exists(place))))
@@ -129,24 +129,24 @@ class Interpreter:
             return False
 
 
-def find_interpreter(walls: Walls, uid: int | None) -> Interpreter:
+def find_interpreter(walls: Walls, uid: int | None) -> _Interpreter:
     """The interpreter of this process without its virtual environment, or the system's if the guest's user `uid` (None:
     this one) cannot read that. Bubblewrap that root starts can show any interpreter to the user.
 
     Raises:
         OSError: the user cannot read the first, and the system has none.
     """
-    own = Interpreter.of(_own_executable(), Path(sys.base_prefix))
+    own = _Interpreter.of(_own_executable(), Path(sys.base_prefix))
     shown_by_root = walls.bwrap and os.getuid() == 0
     if shown_by_root or own.usable_by(uid):
         return own
     for place in _OTHER_INTERPRETERS:
         if (path := Path(place).resolve()).exists():
-            return Interpreter.of(path, path.parent.parent)
+            return _Interpreter.of(path, path.parent.parent)
     raise OSError(f"{own.executable} is not readable for the user of the sandbox, and there is no /usr/bin/python3")
 
 
-def command(walls: Walls, interpreter: Interpreter, config: SandboxConfig, control: int, told: int) -> list[str]:
+def command(walls: Walls, interpreter: _Interpreter, config: SandboxConfig, control: int, told: int) -> list[str]:
     """Command that starts a guest with the socket `control` (a descriptor). Bubblewrap writes the guest's pid to the
     descriptor `told` before the guest is ready, so that it can be put into its group.
 
@@ -157,7 +157,7 @@ def command(walls: Walls, interpreter: Interpreter, config: SandboxConfig, contr
     return [*_bwrap(walls, interpreter, config, told), *python] if walls.bwrap else python
 
 
-def guest_program(interpreter: Interpreter) -> bytes:
+def guest_program(interpreter: _Interpreter) -> bytes:
     """The modules `values`, `script` and `guest`, marshalled: compiled if `interpreter` is that of this process, else
     as source."""
     return marshal.dumps(_COMPILED if interpreter.executable == _own_executable() else _SOURCES)
@@ -167,7 +167,7 @@ def _own_executable() -> Path:
     return Path(getattr(sys, "_base_executable", sys.executable)).resolve()
 
 
-def _bwrap(walls: Walls, interpreter: Interpreter, config: SandboxConfig, told: int) -> list[str]:
+def _bwrap(walls: Walls, interpreter: _Interpreter, config: SandboxConfig, told: int) -> list[str]:
     """Command of bubblewrap, up to the command that it runs; OSError if it is not installed. Root starts it as root, so
     that it can bind any interpreter; the guest then changes its user."""
     program = shutil.which("bwrap", path=_BWRAP_PLACES)
@@ -192,7 +192,7 @@ def _bwrap(walls: Walls, interpreter: Interpreter, config: SandboxConfig, told: 
     return [*words, "--remount-ro", "/", "--chdir", "/tmp", "--"]
 
 
-def guest_settings(walls: Walls, interpreter: Interpreter, config: SandboxConfig, uid: int | None) -> dict[str, Any]:
+def guest_settings(walls: Walls, interpreter: _Interpreter, config: SandboxConfig, uid: int | None) -> dict[str, Any]:
     """Settings of a guest. `uid`: the user to which it switches (None: it does not switch).
 
     Raises:
@@ -230,7 +230,7 @@ def _limits(config: SandboxConfig, *, counted: bool) -> dict[str, int]:
     return limits | {"RLIMIT_NPROC": config.processes} if counted else limits
 
 
-def _landlock(interpreter: Interpreter, private: bool) -> dict[str, Any]:
+def _landlock(interpreter: _Interpreter, private: bool) -> dict[str, Any]:
     abi = int(ctypes.CDLL(None, use_errno=True).syscall(444, None, 0, 1))
     if abi < 1:
         raise OSError("the kernel has no landlock")

@@ -52,7 +52,7 @@ _LETTERS = re.compile(r"[a-zA-Z0-9 ]+")
 
 
 @dataclass(frozen=True)
-class Time:
+class _Time:
     """Time of day in minutes since midnight. `sure`: whether it is known to be AM or PM; if not, twelve hours more or
     less are as likely."""
 
@@ -71,21 +71,21 @@ def same_time(gold: Node, answer: Node) -> bool | None:
     return one.minutes % _NOON == other.minutes % _NOON
 
 
-def _time(given: Node) -> Time | None:
+def _time(given: Node) -> _Time | None:
     match given:
         case Words(text=text) if (called := _CALLED.fullmatch(_TEXTS.sub(r" \1 ", text).strip())) is not None:
-            return Time(_NOON * (called[1].lower() == "noon"), sure=True)
+            return _Time(_NOON * (called[1].lower() == "noon"), sure=True)
         case Words(text=text) if (told := _TOLD.fullmatch(_TEXTS.sub(r" \1 ", text).strip())) is not None:
             hour, minute = int(told[1]), int(told[2] or 0)
             if not (1 <= hour <= 12 and minute < 60):
                 return None
             half = (told[3] or "").lower()
-            return Time(60 * (hour % 12) + minute + _NOON * (half == "p"), sure=bool(half))
+            return _Time(60 * (hour % 12) + minute + _NOON * (half == "p"), sure=bool(half))
         case Ratio(parts=(Scalar(latex=hours), Scalar(latex=minutes))):
             is_time = hours.isdigit() and minutes.isdigit() and len(minutes) == 2
             if not is_time or int(hours) > 23 or int(minutes) > 59:
                 return None
-            return Time(60 * int(hours) + int(minutes), sure=not 1 <= int(hours) <= 12)
+            return _Time(60 * int(hours) + int(minutes), sure=not 1 <= int(hours) <= 12)
     return None
 
 

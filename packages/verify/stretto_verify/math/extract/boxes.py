@@ -40,7 +40,7 @@ _WORD = re.compile(r"\b(?:and|or)\b")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 
 
-class Box(NamedTuple):
+class _Box(NamedTuple):
     """Position of a box in a text (start, end), and its content."""
 
     start: int
@@ -116,7 +116,7 @@ def is_sentence(content: str) -> bool:
     return _SENTENCE.match(content) is not None
 
 
-def _boxes(text: str) -> Iterator[Box]:
+def _boxes(text: str) -> Iterator[_Box]:
     """Yield the outermost boxes. An unclosed box is the last one. Its content ends with its line, and is "" if the text
     breaks off there; with a further box in the line it is left out."""
     at = 0
@@ -125,9 +125,9 @@ def _boxes(text: str) -> Iterator[Box]:
         if end < 0:
             line, *rest = text[found.end() + 1 :].rstrip().split("\n")
             if not _BOX.search(line):
-                yield Box(found.start(), len(text), line.rstrip("$. ") if rest or line.endswith(("$", ".")) else "")
+                yield _Box(found.start(), len(text), line.rstrip("$. ") if rest or line.endswith(("$", ".")) else "")
             return
-        yield Box(found.start(), end + 1, text[found.end() + 1 : end])
+        yield _Box(found.start(), end + 1, text[found.end() + 1 : end])
         at = end + 1
 
 
