@@ -15,7 +15,7 @@ from stretto.processes.spawn import Spawner
 from stretto.run import Order, Rewards, RunProcess, overrides_of, recipe_of, unfit
 
 
-class EvaluationOrder(Order, frozen=True):
+class _EvaluationOrder(Order, frozen=True):
     """Order to evaluate a model folder on the held-out prompts of a task; its result is an `Evaluation`. `task`: a path
     if `is_path`, else a recipe as TOML text. `overrides`: values that replace those of the recipe."""
 
@@ -71,7 +71,7 @@ def evaluate(
             place = f"{task if is_path else 'Recipe'}: rewards"
             raise RecipeError([Problem(place, str(error))]) from None
     process = RunProcess(
-        EvaluationOrder(
+        _EvaluationOrder(
             model=str(model),
             task=str(task) if is_path else to_toml(recipe_of(task, {})),
             is_path=is_path,

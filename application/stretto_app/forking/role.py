@@ -47,7 +47,7 @@ _ENDED_BY_AN_ERROR = 1  # the exit code of an interpreter
 
 
 @dataclass(frozen=True, eq=False)
-class Child:
+class _Child:
     """A forked process. `ended`: a descriptor that becomes readable when it ends (`processes.kernel.end_of`). `wire`:
     descriptor of the connection on which the fork server tells the command how the process ended."""
 
@@ -56,12 +56,12 @@ class Child:
     wire: int
 
 
-class Server:
+class _Server:
     """Main loop of a fork server: forks on request of the command, and reports to it how its children end."""
 
     def __init__(self, wire: socket.socket) -> None:
         self._wire = wire
-        self._children: set[Child] = set()
+        self._children: set[_Child] = set()
         self._events = selectors.DefaultSelector()
 
     def serve(self) -> int:
@@ -75,7 +75,7 @@ class Server:
         server = os.getpid()
         while True:
             for key, _ in self._events.select():
-                child: Child | None = key.data
+                child: _Child | None = key.data
                 if child is None:
                     message, descriptors, _, _ = socket.recv_fds(self._wire, LONGEST_MESSAGE, _MOST_DESCRIPTORS)
                     if not message:
@@ -111,7 +111,7 @@ class Server:
                 os.close(other.ended)
                 os.close(other.wire)
             return 0
-        child = Child(pid, end_of(pid), wire)
+        child = _Child(pid, end_of(pid), wire)
         self._children.add(child)
         for descriptor in (child.ended, child.wire):
             self._events.register(descriptor, selectors.EVENT_READ, child)
@@ -125,7 +125,7 @@ class Server:
         for wire in wires:
             os.close(wire)
 
-    def _reap(self, child: Child) -> None:
+    def _reap(self, child: _Child) -> None:
         self._children.discard(child)
         _, status = os.waitpid(child.pid, 0)
         send(child.wire, Exited(os.waitstatus_to_exitcode(status)))
@@ -300,7 +300,7 @@ def _serve_as_copy(wire: int, parent: int, mask: set[int | signal.Signals], apar
         _import(modules)
         gc.freeze()
     atexit._clear()  # exit functions of the original and of libraries are not for the copy and its children
-    return Server(socket.socket(fileno=wire)).serve()
+    return _Server(socket.socket(fileno=wire)).serve()
 
 
 def main(arguments: list[str]) -> int:
@@ -313,7 +313,7 @@ def main(arguments: list[str]) -> int:
         for module in msgspec.msgpack.decode(wire.recv(LONGEST_MESSAGE), type=tuple[str, ...]):
             importlib.import_module(module)
         gc.freeze()  # keeps the collector off existing objects, so that their memory stays shared with children
-    return Server(wire).serve()
+    return _Server(wire).serve()
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ VARIANT = "variant"  #: name of the axis of `[variants]`
 _MOST_CELLS = 1000
 
 
-class StudyFile(BaseModel, extra="forbid", frozen=True):
+class _StudyFile(BaseModel, extra="forbid", frozen=True):
     """Keys of a study file."""
 
     recipe: str = Field(min_length=1, description="file of the recipe, relative to the study")
@@ -69,7 +69,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Cell:
+class _Cell:
     """One combination of settings, with one run for each seed. `labels`: label by axis, as in ``{"variant": "naive",
     "max_staleness": "8"}``."""
 
@@ -88,7 +88,7 @@ class Study:
 
     name: str
     text: str
-    cells: tuple[Cell, ...]
+    cells: tuple[_Cell, ...]
     target: float | None = None
 
     @property
@@ -122,10 +122,10 @@ def load_study(path: Path, seeds: int | None = None, steps: int | None = None) -
         raise RecipeError([Problem(f"{place}: recipe", "missing", remedy)])
     problems: list[Problem] = []
     try:
-        file = validated(tree, place, StudyFile)
+        file = validated(tree, place, _StudyFile)
     except RecipeError as error:
         problems += error.problems
-        known = {key: value for key, value in tree.items() if key in StudyFile.model_fields}
+        known = {key: value for key, value in tree.items() if key in _StudyFile.model_fields}
         file = _or_raise(known, place, problems)
     axes, wrong = _axes(file, place)
     problems += wrong
@@ -140,16 +140,16 @@ def load_study(path: Path, seeds: int | None = None, steps: int | None = None) -
     return Study(path.stem, path.read_text(encoding="utf-8-sig"), tuple(_seeded(cells, count)), file.target)
 
 
-def _or_raise(known: Mapping[str, Any], place: str, problems: Sequence[Problem]) -> StudyFile:
+def _or_raise(known: Mapping[str, Any], place: str, problems: Sequence[Problem]) -> _StudyFile:
     """Parse the keys of a study that are `known`, so that mistakes of its recipe are found too although it has unknown
     ones. If these keys are wrong too, raise `problems`. `place`: name of the file, for messages."""
     try:
-        return validated(known, place, StudyFile)
+        return validated(known, place, _StudyFile)
     except RecipeError:
         raise RecipeError(problems) from None
 
 
-def _axes(file: StudyFile, place: str) -> tuple[list[_Axis], list[Problem]]:
+def _axes(file: _StudyFile, place: str) -> tuple[list[_Axis], list[Problem]]:
     axes: list[_Axis] = []
     problems: list[Problem] = []
     lists = list(_leaves(file.grid))
@@ -200,7 +200,7 @@ def _name(labels: Mapping[str, str]) -> str:
 
 
 def _cells(
-    path: Path, file: StudyFile, axes: Sequence[_Axis], more: Mapping[str, Any]
+    path: Path, file: _StudyFile, axes: Sequence[_Axis], more: Mapping[str, Any]
 ) -> tuple[list[tuple[Mapping[str, str], Recipe]], list[Problem]]:
     """Labels and recipe of every valid cell (one setting of each axis), and the problems; cells are not to be used if
     there are any. `path`: of the study file. `more`: settings that replace those of the file in all cells.
@@ -273,7 +273,7 @@ def _unequal(path: Path, cells: Sequence[tuple[Mapping[str, str], Recipe]]) -> I
             yield Problem(f"{path}: evaluation.{key}", found, "set it to 0 in [settings]")
 
 
-def _seeded(cells: Sequence[tuple[Mapping[str, str], Recipe]], seeds: int) -> Iterator[Cell]:
+def _seeded(cells: Sequence[tuple[Mapping[str, str], Recipe]], seeds: int) -> Iterator[_Cell]:
     for number, (labels, recipe) in enumerate(cells):
         later = (recipe.model_copy(update={"seed": recipe.seed + more}) for more in range(seeds))
-        yield Cell(labels, tuple(PlannedRun.of(number, one) for one in later))
+        yield _Cell(labels, tuple(PlannedRun.of(number, one) for one in later))

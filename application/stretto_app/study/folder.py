@@ -27,9 +27,9 @@ _INNER = ("recipes", "runs", "logs")
 _UNMARKED = re.compile(r"study\.toml|\.study\.(toml|json)\.\d+\.part")  # files of a folder without its mark
 
 
-class Identity(Record, frozen=True):
-    """Content of ``study.json``: name and digest of the study whose folder it is. Example: ``Identity(name="staleness",
-    digest="0f3a")``"""
+class _Identity(Record, frozen=True):
+    """Content of ``study.json``: name and digest of the study whose folder it is. Example:
+    ``_Identity(name="staleness", digest="0f3a")``"""
 
     name: str
     digest: str
@@ -68,7 +68,7 @@ class StudyFolder:
         known_by = self.path / _KNOWN_BY
         if known_by.exists():
             try:
-                known = msgspec.json.decode(known_by.read_bytes(), type=Identity)
+                known = msgspec.json.decode(known_by.read_bytes(), type=_Identity)
             except UNREADABLE as error:
                 raise _refused(known_by, f"cannot be read: {error}", "give another --out") from error
             if known.digest != study.digest:
@@ -82,7 +82,7 @@ class StudyFolder:
         for inner in _INNER:
             (self.path / inner).mkdir(exist_ok=True)
         write_atomically(self.path / _STUDY, study.text.encode())
-        write_atomically(known_by, msgspec.json.encode(Identity(study.name, study.digest)))
+        write_atomically(known_by, msgspec.json.encode(_Identity(study.name, study.digest)))
 
     def _strange(self) -> list[str]:
         """Sorted names of the files in the folder that no study has left there. Empty folders, and ``study.toml``

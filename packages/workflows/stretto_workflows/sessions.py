@@ -41,19 +41,13 @@ class LedgerRecord:
         self.ledger.end_call(self.id, number, reply)
 
 
-@dataclass(frozen=True)
-class PersistentTurns:
-    """A sampler that samples a turn again, from its beginning, if its engine is lost (satisfies `session.Sampler`).
-    `whole`: samples a turn once."""
-
-    whole: WholeTurns
-
-    async def __call__(self, request: TurnRequest) -> Segment:
-        """Sample one turn; returns its segment. Raises EngineLost if more than three engines are lost with it."""
-        for attempt in attempts():
-            with attempt:
-                return await self.whole(request)
-        raise AssertionError("the last attempt raises")
+async def persistently(whole: WholeTurns, request: TurnRequest) -> Segment:
+    """Sample one turn by `whole`, from its beginning again if its engine is lost; returns its segment. Raises
+    EngineLost if more than three engines are lost with it."""
+    for attempt in attempts():
+        with attempt:
+            return await whole(request)
+    raise AssertionError("the last attempt raises")
 
 
 def sessions_of_evaluation(generate: Generate, count: Callable[[Completion], None]) -> OpenSession:
@@ -68,10 +62,10 @@ def sessions_of_evaluation(generate: Generate, count: Callable[[Completion], Non
 
     def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
         record = MemoryRecord()
-        turns = PersistentTurns(WholeTurns(generate, record, id))
+        whole = WholeTurns(generate, record, id)
 
         async def sample(request: TurnRequest) -> Segment:
-            segment = await turns(request)
+            segment = await persistently(whole, request)
             count(Completion(id, 0, segment))
             return segment
 

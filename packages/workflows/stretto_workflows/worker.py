@@ -45,7 +45,7 @@ _NEEDED = "a number or a stretto.Reward is needed"
 _TO_WORKER = msgspec.msgpack.Decoder(ToWorker)
 
 
-class MemberThread:
+class _MemberThread:
     """Thread of one trajectory, in which the workflow runs."""
 
     def __init__(
@@ -186,10 +186,10 @@ def _is_ours(file: str) -> bool:
 
 def serve(workflow: Workflow, end: RoleEnd[ToWorker]) -> None:
     """Run trajectories, each in a thread of its own, until the conductor closes the channel `end`."""
-    members: dict[int, MemberThread] = {}
+    members: dict[int, _MemberThread] = {}
     while (message := end.receive()) is not None:
         if isinstance(message, Begin):
-            member = members[message.run] = MemberThread(message.run, message.task, workflow, end, members.pop)
+            member = members[message.run] = _MemberThread(message.run, message.task, workflow, end, members.pop)
             member.start()
         elif (known := members.get(message.run)) is not None:
             known.deliver(message)

@@ -42,13 +42,13 @@ from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import RecordedSessions
 from stretto_verify.thoughts import PIECES
 from stretto_workflows.session import Sampler, SessionRecord, WholeTurns
-from stretto_workflows.sessions import PersistentTurns
+from stretto_workflows.sessions import persistently
 
 _LOOKS = 6  # of the longest wait for an answer, a part after which an engine may be silent
 _PROBE = [{"role": "user", "content": "1+1="}]  # prompt that other servers must tokenize alike
 
 
-class Turns:
+class _Turns:
     """Generates the turns of all sessions by a pool of engines. Implements `core.engine.Generate`, and the work of a
     `GracefulServer`: what it runs, counts and breaks off when it stops."""
 
@@ -98,7 +98,7 @@ class Turns:
         If the engine of a turn is lost, another engine samples the turn again, even if the gateway has begun to stop
         meanwhile. For a turn that begins while the gateway stops, the sampler raises EngineLost.
         """
-        turns = PersistentTurns(WholeTurns(self, record, session))
+        whole = WholeTurns(self, record, session)
 
         async def sample(request: TurnRequest) -> Segment:
             if self.stopping:
@@ -107,7 +107,7 @@ class Turns:
             # Then an event loop may hang whose heartbeats go on.
             late = asyncio.get_running_loop().call_later(self._patience, self._late.set)
             try:
-                return await turns(request)
+                return await persistently(whole, request)
             finally:
                 late.cancel()
                 self.open_requests -= 1
@@ -192,7 +192,7 @@ def gateway(
     names = HostNames(host, loopback=True) if is_loopback(bound) else None
 
     def parts(engines: EnginePool) -> Parts:
-        turns = Turns(engines, recipe.deadlines.answer / _LOOKS)
+        turns = _Turns(engines, recipe.deadlines.answer / _LOOKS)
         recorded = RecordedSessions(folder, served, turns.sampler)
         app = GatewayApp(recorded.load(), recorded, served, operator_key=api_key or "", names=names)
         for which, why in recorded.set_aside.items():

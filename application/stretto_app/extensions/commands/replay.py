@@ -56,7 +56,7 @@ _COPY = ".ledger.sqlite.part"  # of the ledger, until it has its name
 
 
 @dataclass(frozen=True)
-class Replayed:
+class _Replayed:
     """Result of a replay. `folder`: of the branch. `equal`: whether the weights equal the run's; None if settings were
     changed, or if the weights cannot be compared. `incomparable`: why they cannot. `apart`: with changed settings, the
     norm of the difference as a share of the norm of the run's weights, and the largest difference of one weight."""
@@ -105,7 +105,7 @@ def replay(
     out: Path | None,
     say: Callable[[str], None] = print,
     spawner: Spawner = FRESH,
-) -> Replayed:
+) -> _Replayed:
     """Train again on the run's batches after step `first_step`, and write the result as a branch.
 
     Args:
@@ -147,11 +147,11 @@ def replay(
         raise
     ours, theirs = RunFolder(target).policy(until), folder.policy(until)
     if (equal := same_weights(ours, theirs)) is None:
-        return Replayed(target, branch, None, why_incomparable(ours, theirs))
+        return _Replayed(target, branch, None, why_incomparable(ours, theirs))
     if not changes:
-        return Replayed(target, branch, equal)
+        return _Replayed(target, branch, equal)
     apart = (0.0, 0.0) if equal else _apart(ours, theirs)
-    return Replayed(target, branch, None, "" if apart else "they are other tensors", apart)
+    return _Replayed(target, branch, None, "" if apart else "they are other tensors", apart)
 
 
 def _apart(ours: Path, theirs: Path) -> tuple[float, float] | None:

@@ -39,7 +39,7 @@ Fields = TypeVar("Fields", bound=msgspec.Struct)
 
 
 @dataclass(frozen=True)
-class Line(Generic[Fields]):
+class _Line(Generic[Fields]):
     """One line of a JSONL file: its place for errors ("FILE:LINE"), its whole object, and the required fields."""
 
     place: str
@@ -47,7 +47,7 @@ class Line(Generic[Fields]):
     fields: Fields
 
 
-def read_lines(path: Path, fields: type[Fields]) -> list[Line[Fields]]:
+def read_lines(path: Path, fields: type[Fields]) -> list[_Line[Fields]]:
     """Read all lines of a JSONL file that are not blank.
 
     Raises:
@@ -57,11 +57,11 @@ def read_lines(path: Path, fields: type[Fields]) -> list[Line[Fields]]:
     return jsonl.read_lines(path, lambda text, _, place: _line(text, place, fields))
 
 
-def _line(text: str, place: str, fields: type[Fields]) -> Line[Fields]:
+def _line(text: str, place: str, fields: type[Fields]) -> _Line[Fields]:
     try:
         row = msgspec.json.decode(text, type=dict[str, Any])
         json.loads(text, object_pairs_hook=once)
-        return Line(place, row, msgspec.convert(row, fields))
+        return _Line(place, row, msgspec.convert(row, fields))
     except msgspec.ValidationError as error:
         needed = getattr(fields, "NEEDED", ", ".join(fields.__struct_fields__))
         raise mistake(place, str(error), f"needed: {needed}") from None
@@ -134,7 +134,7 @@ def print_scored_answers(path: Path, config: RewardsConfig) -> None:
     asyncio.run(_print_answers(read_lines(path, MathLine), config))
 
 
-async def _print_answers(lines: list[Line[MathLine]], config: RewardsConfig) -> None:
+async def _print_answers(lines: list[_Line[MathLine]], config: RewardsConfig) -> None:
     items = [ScoreItem(prompt="", completion=line.fields.text, answer=str(line.fields.gold)) for line in lines]
     at, undecided = iter(lines), 0
     async for verdict, seconds in scored(config, items):
@@ -154,14 +154,14 @@ async def _print_answers(lines: list[Line[MathLine]], config: RewardsConfig) -> 
 _SHOWN = 20
 
 
-class CodeLine(msgspec.Struct, frozen=True):
+class _CodeLine(msgspec.Struct, frozen=True):
     """Required fields of a line for `print_scored_programs`; others are kept."""
 
     completion: str
     tests: list[Any] | dict[str, Any] | str
 
 
-class Scored(NamedTuple):
+class _Scored(NamedTuple):
     """Result for one line: verdict ("right", "wrong" or "undecided"), judgement of the tests, seconds it took."""
 
     verdict: str
@@ -178,7 +178,7 @@ def print_scored_programs(path: Path, config: SandboxConfig, workers: int) -> No
         DataError: the file, or the fields or tests of some lines, are malformed; nothing was judged.
         RewardFunctionError: this machine has no sandbox at the level that `config` requires.
     """
-    lines = read_lines(path, CodeLine)
+    lines = read_lines(path, _CodeLine)
     tests = read_tests([(line.place, line.fields.tests) for line in lines])
     try:
         walls, report = probe(config)
@@ -223,7 +223,7 @@ class _Judges:
         self._config, self._walls, self._report = config, walls, report
         self._judges: dict[int, CodeReward] = {}  # by thread
 
-    def score(self, completion: str, tests: ProgramTests) -> Scored:
+    def score(self, completion: str, tests: ProgramTests) -> _Scored:
         start, thread = time.monotonic(), threading.get_ident()
         if thread not in self._judges:
             self._judges[thread] = CodeReward(self._config, self._walls, self._report)
@@ -232,7 +232,7 @@ class _Judges:
             verdict = "undecided" if judgement.unknown else "right" if judgement.right else "wrong"
         except SandboxFailed as failure:
             judgement, verdict = Judgement(0, tests.count, str(failure)), "undecided"
-        return Scored(verdict, judgement, time.monotonic() - start)
+        return _Scored(verdict, judgement, time.monotonic() - start)
 
     def close(self) -> None:
         for judge in self._judges.values():

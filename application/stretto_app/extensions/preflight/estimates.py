@@ -34,7 +34,7 @@ _LESS_DISK = {
 
 
 @dataclass(frozen=True)
-class MemoryEstimate:
+class _MemoryEstimate:
     """Bytes of host memory that the roles of a run need on this machine, and bytes available. `rank`: memory of each
     rank, on its GPU, or on the CPU, where `trainer` includes it."""
 
@@ -69,7 +69,7 @@ def step_and_run(plan: Outline) -> tuple[str, str]:
     return step, f"{run}, {several(steps * sequences * plan.longest_sequence, 'token')} at most"
 
 
-def estimate_memory(plan: Outline) -> MemoryEstimate:
+def estimate_memory(plan: Outline) -> _MemoryEstimate:
     """Estimate the host memory that a run needs on this machine.
 
     Trainer, for each local rank: a process, the estimate of `trainer.memory` (on a GPU only its part in host memory),
@@ -91,7 +91,7 @@ def estimate_memory(plan: Outline) -> MemoryEstimate:
     of_workflows = recipe.workflow.workers if isinstance(recipe.workflow, WorkflowConfig) else 0
     versions = 3 * base.parameters * 4  # two in the mailbox, and a copy that is being written
     others = _PROCESS_BYTES + (recipe.rewards.workers + of_workflows) * (40 << 20) + versions
-    return MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory(), rank)
+    return _MemoryEstimate(trainer, recipe.local_engines * engine, others, available_memory(), rank)
 
 
 def _on_gpu(plan: Outline, role: str, device: str) -> bool:
@@ -114,7 +114,7 @@ def check_memory(plan: Plan) -> list[str]:
 
 
 @dataclass(frozen=True)
-class DiskEstimate:
+class _DiskEstimate:
     """Upper bound in bytes of the run folder by part, bytes available on its disk, and bytes that a resumed run has
     already written there."""
 
@@ -140,7 +140,7 @@ class DiskEstimate:
         return f"{shown} at most; available {self.available / 2**30:.2f} GiB"
 
 
-def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
+def estimate_disk(plan: Outline, folder: Path) -> _DiskEstimate:
     """Estimate the largest size of a run folder.
 
     Ledger: 16 bytes per token (id, log-probability, version), with all completions at their length limit, and 200 bytes
@@ -155,7 +155,7 @@ def estimate_disk(plan: Outline, folder: Path) -> DiskEstimate:
     completions = steps * rollout.batch_size * rollout.group_size
     trained = trainer.steps * rollout.batch_size * rollout.group_size
     resumed = (folder / "ledger.sqlite").exists()
-    return DiskEstimate(
+    return _DiskEstimate(
         ledger=completions * plan.sampling.max_tokens * 16 + trained * 200,
         policies=kept * plan.base.parameters * _width(trainer.save_dtype, plan.base.dtype),
         checkpoints=(store.keep_checkpoints + 1) * 3 * weights * (2 if recipe.algorithm.critic else 1),

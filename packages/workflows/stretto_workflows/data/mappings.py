@@ -35,7 +35,7 @@ _STARTER = "\n\nComplete this code:\n```python\n{}\n```"
 
 
 @dataclass(frozen=True)
-class Mapped:
+class _Mapped:
     """Mapping of the rows of one dataset to `prompt`, `answer` and possibly `demonstration`.
 
     `of`: called with a row and its place ("rows.jsonl:7"), for errors; returns a function for each of these keys, which
@@ -170,15 +170,15 @@ def _humaneval(row: Values, place: str) -> Parts:
     return {"prompt": _text(row, "prompt", place), "answer": partial(json.dumps, tests), **solution}
 
 
-MAPPINGS: Mapping[str, Mapped] = {
-    "gsm8k": Mapped(_gsm8k),
-    "math": Mapped(_math),
-    "deepscaler": Mapped(_deepscaler),
-    "dapo": Mapped(_dapo, distinct=True),  # each question a hundred times
-    "aime": Mapped(_aime),
-    "deepcoder": Mapped(_deepcoder, "code"),
-    "livecodebench": Mapped(_livecodebench, "code"),
-    "humaneval": Mapped(_humaneval, "code", continued=True),
+MAPPINGS: Mapping[str, _Mapped] = {
+    "gsm8k": _Mapped(_gsm8k),
+    "math": _Mapped(_math),
+    "deepscaler": _Mapped(_deepscaler),
+    "dapo": _Mapped(_dapo, distinct=True),  # each question a hundred times
+    "aime": _Mapped(_aime),
+    "deepcoder": _Mapped(_deepcoder, "code"),
+    "livecodebench": _Mapped(_livecodebench, "code"),
+    "humaneval": _Mapped(_humaneval, "code", continued=True),
 }
 
 
