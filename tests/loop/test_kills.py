@@ -22,7 +22,7 @@ from typing import Any, cast
 import pytest
 
 from stretto.core.records import Update
-from stretto.launch.assemble.run import RunContext, StartState, _conduct, _drop_what_came_later, _record_again
+from stretto.launch.assemble.run import StartState, _conduct, _drop_what_came_later, _record_again
 from stretto.loop.conductor import Conductor
 from stretto.loop.evaluation import BestPolicy, Evaluations, PeriodicEvaluation
 from stretto.loop.records.evaluation import Evaluation
@@ -153,12 +153,12 @@ class Life:
         if not folder.policy(0).exists():
             folder.policy(0).mkdir()
             (folder.policy(0) / "weights").write_text("version 0")
-        _drop_what_came_later(cast(RunContext, context))
+        _drop_what_came_later(cast(Any, context))
         conductor = stage.conductor(STEPS, {})
         conductor.evaluation = evaluations = self._evaluations(stage, conductor)
         again = [Update(step, step, 8, 0, {"loss": 0.5}) for step in range(1, version + 1)]
-        _record_again(cast(RunContext, context), again, conductor.controller, conductor.recorder)
-        await _conduct(cast(RunContext, context), cast(Any, Roles(trainer)), conductor)
+        _record_again(cast(Any, context), again, conductor.controller, conductor.recorder)
+        await _conduct(cast(Any, context), cast(Any, Roles(trainer)), conductor)
         await conductor.checkpointing.end()
         await evaluations.close()
         conductor.recorder.conclude()

@@ -8,14 +8,13 @@
 
 import time
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from stretto.core.events import Span
 from stretto.core.records import Outcome, Trajectory, Verdict
-from stretto.launch.assemble.run import RunContext
 from stretto.launch.assemble.run import _record_again as record_again
 from stretto.loop.records.evaluation import Evaluation
 from stretto.loop.records.totals import SPAN_AXIS, Work, carried_over, span_offset
@@ -112,7 +111,7 @@ def test_a_step_that_a_resume_records_has_the_bound_under_which_it_was_trained(d
     state = ControllerState(staleness=AdaptiveBound(1), starved=True)
     controller = Controller(config, PromptStream([PROMPT], seed=1), desk.ledger, seed=1, version=1, state=state)
     update = msgspec.structs.replace(UPDATE, metrics={"kl_behavior": 0.0})
-    record_again(cast(RunContext, desk), [update], controller, desk.recorder)
+    record_again(cast(Any, desk), [update], controller, desk.recorder)
     (step,), _ = read_metrics(desk.folder.metrics)
     assert (step.max_staleness, controller.max_staleness) == (1, 2)
 
@@ -124,7 +123,7 @@ def test_a_step_that_a_resume_records_counts_no_work_of_the_start(desk: Desk) ->
     resumed = Desk(desk.folder, desk.ledger, earlier)
     resumed.work = Work(busy={"trainer": 9.0, "conductor": 9.0})  # imports, and steps that are trained again
     controller = Controller(RolloutConfig(batch_size=1, group_size=2), PromptStream([PROMPT], 1), desk.ledger, 1, 1)
-    record_again(cast(RunContext, resumed), [UPDATE], controller, resumed.recorder)
+    record_again(cast(Any, resumed), [UPDATE], controller, resumed.recorder)
     assert resumed.recorder.latest.busy == {"trainer": 2.0}
     resumed.recorder.rl_begins()
     totals = resumed.recorder.totals()
@@ -238,6 +237,6 @@ def test_a_step_that_a_resume_records_counts_its_batch_once(desk: Desk) -> None:
     desk.ledger.commit_batch(BATCH)
     resumed = Desk(desk.folder, desk.ledger)
     controller = Controller(RolloutConfig(batch_size=1, group_size=2), PromptStream([PROMPT], 1), desk.ledger, 1, 1)
-    record_again(cast(RunContext, resumed), [UPDATE], controller, resumed.recorder)
+    record_again(cast(Any, resumed), [UPDATE], controller, resumed.recorder)
     (step,), _ = read_metrics(desk.folder.metrics)
     assert step.accuracy == 7 / 8

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.responses import Response
 
-from stretto.processes.http.asgi import LOOPBACK, HostNames, OwnNames
+from stretto.processes.http.asgi import LOOPBACK, HostNames, by_own_names
 
 _OWN = re.compile(r"(?i)(localhost|ip6-localhost|127(\.(0|[1-9]\d{0,2})){3}|\[[0:]*:0*1\])(:\d{1,5})?", re.ASCII)
 _LOOPBACK_ADDRESSES = st.integers(0, 2**24 - 1).map(lambda n: f"127.{n >> 16}.{n >> 8 & 255}.{n & 255}")
@@ -52,7 +52,7 @@ def test_of_names_on_the_network_the_machine_s_and_the_given_one_are_taken() -> 
 
 def test_what_stands_behind_is_not_reached_under_another_name() -> None:
     async def ask(host: str) -> httpx.Response:
-        transport = httpx.ASGITransport(OwnNames(Response("inner"), HostNames(loopback=True)))
+        transport = httpx.ASGITransport(by_own_names(Response("inner"), HostNames(loopback=True)))
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as asking:
             return await asking.get("/", headers={"host": host})
 

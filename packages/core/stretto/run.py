@@ -50,7 +50,7 @@ class Order(Record, frozen=True):
         raise NotImplementedError
 
 
-class TrainOrder(Order, frozen=True):
+class _TrainOrder(Order, frozen=True):
     """Order to train. `recipe`: TOML text. `name`: of the recipe file, without ``.toml``. `run_dir`: the run folder;
     None: a new folder ``runs/NAME-DATE``. `resume`: continue the run in `run_dir`. The process says the path of the run
     folder once all is checked, and replies with the result of the training at the end."""
@@ -412,7 +412,7 @@ def train(
     from stretto.launch.recipe.recipe import to_toml
 
     name = Path(recipe).stem if isinstance(recipe, str | Path) else "recipe"
-    order = TrainOrder(
+    order = _TrainOrder(
         recipe=to_toml(found), name=name, run_dir=None if run_dir is None else str(run_dir), resume=resume
     )
     run = Run.of_process(RunProcess(order), found.deadlines.stop)

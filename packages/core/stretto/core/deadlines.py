@@ -18,7 +18,7 @@ _LONGEST_POLL = 5.0
 _LOOKS = 6  # progress checks within the limit of a standstill
 
 
-class Wait(msgspec.Struct, frozen=True, eq=False):
+class _Wait(msgspec.Struct, frozen=True, eq=False):
     """An open wait of `owner` for `awaited`. `seconds`: its limit; `since`: its start, on the event loop's clock;
     `works`: while it returns True, the run counts as moving (`waiting`); the default always returns False."""
 
@@ -30,7 +30,7 @@ class Wait(msgspec.Struct, frozen=True, eq=False):
 
 
 #: Open waits by event loop.
-_OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Wait, None]] = WeakKeyDictionary()
+_OPEN: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[_Wait, None]] = WeakKeyDictionary()
 
 
 def deadline(
@@ -48,13 +48,13 @@ def deadline(
         async with deadline("conductor", "engine-0 to load version 7", 60):
             await engine.update(7)
     """
-    return _Deadline(Wait(owner, awaited, seconds, asyncio.get_running_loop().time(), works), detail)
+    return _Deadline(_Wait(owner, awaited, seconds, asyncio.get_running_loop().time(), works), detail)
 
 
 class _Deadline(AbstractAsyncContextManager[asyncio.Timeout]):
     """A `deadline`, as a class: each exchange with an engine has one, and generators would take half of its time."""
 
-    def __init__(self, wait: Wait, detail: Callable[[], str]) -> None:
+    def __init__(self, wait: _Wait, detail: Callable[[], str]) -> None:
         self._wait, self._detail = wait, detail
 
     async def __aenter__(self) -> asyncio.Timeout:
@@ -107,7 +107,7 @@ def waiting(owner: str, awaited: str, seconds: float, works: Callable[[], bool] 
     `works` is called at each check of a `Watchdog`: while it returns True, the run counts as moving. It is for users'
     code, a tool or a reward, which shows no progress before it ends. The default, `bool`, returns False.
     """
-    wait, waits = Wait(owner, awaited, seconds, asyncio.get_running_loop().time(), works), _waits()
+    wait, waits = _Wait(owner, awaited, seconds, asyncio.get_running_loop().time(), works), _waits()
     waits[wait] = None
     try:
         yield
@@ -115,12 +115,12 @@ def waiting(owner: str, awaited: str, seconds: float, works: Callable[[], bool] 
         del waits[wait]
 
 
-def open_waits() -> list[Wait]:
+def open_waits() -> list[_Wait]:
     """Open waits of the running event loop, oldest first."""
     return list(_waits())
 
 
-def _waits() -> dict[Wait, None]:
+def _waits() -> dict[_Wait, None]:
     return _OPEN.setdefault(asyncio.get_running_loop(), {})
 
 
@@ -146,7 +146,7 @@ class StallTimer:
 
 
 class Watchdog:
-    """Ends a run that makes no progress for `seconds`: `check` raises. An open wait whose `Wait.works` returns True
+    """Ends a run that makes no progress for `seconds`: `check` raises. An open wait whose `works` returns True
     counts as progress. `progress`: returns a value that changes whenever any process of the run does work."""
 
     def __init__(self, progress: Callable[[], object], seconds: float) -> None:
@@ -165,5 +165,5 @@ class Watchdog:
             raise NothingMoves(self._seconds, [_described(wait, now) for wait in waits])
 
 
-def _described(wait: Wait, now: float) -> str:
+def _described(wait: _Wait, now: float) -> str:
     return f"{wait.owner} has waited {now - wait.since:.0f} s of {wait.seconds:g} s for {wait.awaited}"

@@ -44,7 +44,7 @@ BEST, _CANDIDATE = "best", "candidate"
 _RECORD = "best.json"
 
 
-class Best(Record, frozen=True):
+class _Best(Record, frozen=True):
     """``best.json``: the best evaluation so far. The evaluation began at `step`. Training went on meanwhile, so
     versions `step` to `version` sampled its completions. `policy`: ``policy/best``, the folder in the run folder that
     has the policy of `step`; None if it was not kept."""
@@ -86,7 +86,7 @@ class BestPolicy:
         """
         self.keeps = keeps
         self._folder, self._say, self._patience, self._least_gain = folder, say, patience, least_gain
-        self._best: Best | None = None
+        self._best: _Best | None = None
         self._goal, self._goal_holds = goal, goal_holds
         self._since = 0  # evaluations that were not better
         self._reached = 0  # newest evaluations that reached the goal
@@ -138,9 +138,9 @@ class BestPolicy:
         better = self._follow(step, evaluation.version, evaluation.accuracy)
         if self.enough and not before:  # said once
             self._say(f"stops early: {self.why}")
-        self._show(Best(step, evaluation.version, evaluation.accuracy), better)
+        self._show(_Best(step, evaluation.version, evaluation.accuracy), better)
 
-    def _show(self, found: Best, better: bool) -> None:
+    def _show(self, found: _Best, better: bool) -> None:
         """Write ``best.json`` and move the candidate (copied policy) of `found` to ``policy/best`` if `found` is the
         best; else delete the candidate. `better`: better than all evaluations before. If ``policy/best`` exists,
         `found` is compared with that one instead, and must have a candidate: the best of all may be an evaluation whose
@@ -173,10 +173,10 @@ class BestPolicy:
         if self._reached < self._goal_holds:  # a goal that was reached stays reached
             self._reached = self._reached + 1 if accuracy >= self._goal else 0
         if better:
-            self._best = Best(step, version, accuracy)
+            self._best = _Best(step, version, accuracy)
         return better
 
-    def _recorded(self, earlier: Mapping[int, float]) -> Best | None:
+    def _recorded(self, earlier: Mapping[int, float]) -> _Best | None:
         """Return the content of ``best.json``; if it is missing, delete ``policy/best`` and return None. Finish a move
         of the policy that a kill cut short. If the record is of none of the evaluations `earlier` (accuracy by step),
         as after a resume from a step before it, or its policy is gone, log this, delete both, and return None."""
@@ -184,7 +184,7 @@ class BestPolicy:
         if not record.exists():
             self._drop(BEST)
             return None
-        found = msgspec.json.decode(record.read_bytes(), type=Best)
+        found = msgspec.json.decode(record.read_bytes(), type=_Best)
         if found.policy is not None and self._candidate(found.step).is_dir():  # a kill came between record and move
             self._move(found.step)
         gone = found.policy is not None and not (self._folder.policies / BEST).is_dir()

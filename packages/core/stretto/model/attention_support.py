@@ -33,7 +33,7 @@ UNSUPPORTED = ("s_aux", "position_bias", "head_mask")
 
 
 @dataclass(frozen=True)
-class Requested:
+class _Requested:
     """Arguments that one layer passes to its attention function. `window`: tokens that a query sees, its own included;
     None: all. `unsupported`: names of those arguments that neither path computes."""
 
@@ -118,7 +118,7 @@ def _rope_kinds(config: PreTrainedConfig) -> set[str]:
     return {str(kind) for rope in each if (kind := rope.get("rope_type"))}
 
 
-def _mistakes(config: PreTrainedConfig, requested: list[Requested]) -> list[str]:
+def _mistakes(config: PreTrainedConfig, requested: list[_Requested]) -> list[str]:
     """List in words what is unsupported in the recorded calls: arguments, attention to later tokens, several calls in a
     layer, differing shapes, a window of the config that is not passed on, or no call at all. Empty if all is
     supported."""
@@ -147,10 +147,10 @@ def _window(config: PreTrainedConfig, layer: int) -> int | None:
 
 
 @torch.no_grad()
-def _requested(model: PreTrainedModel) -> list[Requested]:
+def _requested(model: PreTrainedModel) -> list[_Requested]:
     """Run a forward pass over one token, and return the arguments of each attention call; empty if the module does not
     use transformers' attention functions."""
-    own, requested = model.config._attn_implementation, list[Requested]()
+    own, requested = model.config._attn_implementation, list[_Requested]()
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
     model.set_attn_implementation(_RECORDING)
     try:
@@ -167,7 +167,7 @@ def _recording_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    stretto_request: Callable[[Requested], None] | None = None,
+    stretto_request: Callable[[_Requested], None] | None = None,
     sliding_window: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
@@ -178,7 +178,7 @@ def _recording_attention(
         raise ModelFolderError([Problem(type(module).__name__, found, _REMEDY)])
     unsupported = [name for name in UNSUPPORTED if rest.get(name) is not None]
     stretto_request(
-        Requested(
+        _Requested(
             layer=cast(int, module.layer_idx),
             window=sliding_window,
             kv_heads=key.shape[1],

@@ -12,7 +12,7 @@ _ANSWER_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class BuiltIn:
+class _BuiltIn:
     """A built-in reward: its ``package.module:function``, and its hard limit for one completion in CPU seconds.
 
     `gold`: ``package.module:function`` of a function, called like a reward, that checks each gold answer when the data
@@ -26,22 +26,22 @@ class BuiltIn:
     configured: bool = False
 
 
-BUILT_IN: Mapping[str, BuiltIn] = {
-    "code": BuiltIn(
+BUILT_IN: Mapping[str, _BuiltIn] = {
+    "code": _BuiltIn(
         "stretto_verify.code.reward:code_reward",
         timeout=30.0,
         gold="stretto_verify.code.formats:gold",
         configured=True,
     ),
-    "exact_match": BuiltIn("stretto.rewards.functions:exact_match"),
-    "final_answer": BuiltIn("stretto.rewards.functions:final_answer"),
-    "judge": BuiltIn("stretto_verify.models:judge_reward", timeout=60.0, configured=True),
-    "last_number": BuiltIn("stretto.rewards.functions:last_number", gold="stretto.rewards.functions:number_gold"),
-    "reasoning_gym": BuiltIn(
+    "exact_match": _BuiltIn("stretto.rewards.functions:exact_match"),
+    "final_answer": _BuiltIn("stretto.rewards.functions:final_answer"),
+    "judge": _BuiltIn("stretto_verify.models:judge_reward", timeout=60.0, configured=True),
+    "last_number": _BuiltIn("stretto.rewards.functions:last_number", gold="stretto.rewards.functions:number_gold"),
+    "reasoning_gym": _BuiltIn(
         "stretto_verify.reasoning:reasoning_gym", timeout=120.0, gold="stretto_verify.reasoning:gold"
     ),
-    "reward_model": BuiltIn("stretto_verify.models:reward_model", timeout=60.0, configured=True),
-    "math": BuiltIn("stretto_verify.math.reward:math", gold="stretto_verify.math.reward:gold"),
+    "reward_model": _BuiltIn("stretto_verify.models:reward_model", timeout=60.0, configured=True),
+    "math": _BuiltIn("stretto_verify.math.reward:math", gold="stretto_verify.math.reward:gold"),
 }
 
 

@@ -51,7 +51,7 @@ _SHARE = 1 / 4  # weight of the newest step in the smoothed mismatch
 _ALLOWS = 1 / 2  # smoothed mismatch below which the bound may be raised
 
 
-class MismatchLimit(NamedTuple):
+class _MismatchLimit(NamedTuple):
     """A metric of the update (docs/reference/metrics.md): its value without mismatch (`none`), and the `limit` beyond
     which the bound is lowered."""
 
@@ -59,11 +59,11 @@ class MismatchLimit(NamedTuple):
     limit: float
 
 
-LIMITS: Mapping[str, MismatchLimit] = {
-    "effective_samples": MismatchLimit(1.0, 0.8),
-    "kl_behavior": MismatchLimit(0.0, 0.05),
-    "clip_fraction": MismatchLimit(0.0, 0.05),
-    "outlier_fraction": MismatchLimit(0.0, 0.1),
+LIMITS: Mapping[str, _MismatchLimit] = {
+    "effective_samples": _MismatchLimit(1.0, 0.8),
+    "kl_behavior": _MismatchLimit(0.0, 0.05),
+    "clip_fraction": _MismatchLimit(0.0, 0.05),
+    "outlier_fraction": _MismatchLimit(0.0, 0.1),
 }
 
 

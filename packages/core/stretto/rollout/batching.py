@@ -46,7 +46,7 @@ class QueueState:
 
 
 @dataclass(frozen=True)
-class BatchChoice:
+class _BatchChoice:
     """Groups of the next batch (none: it must wait), and groups that expire now. `oldest_trainable`: oldest version in
     the loss; `oldest_by_group`: the same, by id, of groups that have a newer one; both as in the `Batch`."""
 
@@ -56,40 +56,40 @@ class BatchChoice:
     oldest_by_group: Mapping[str, int] = field(default_factory=dict)
 
 
-def choose(policy: BeyondBound, facts: QueueState) -> BatchChoice:
+def choose(policy: BeyondBound, facts: QueueState) -> _BatchChoice:
     """Choose the next batch under the policy `rollout.beyond_bound`; without groups if the batch must wait."""
     return POLICIES[policy](facts)
 
 
-def train_whatever_is_finished(facts: QueueState) -> BatchChoice:
+def train_whatever_is_finished(facts: QueueState) -> _BatchChoice:
     """The paper's rule (section 5.1): take the first `batch_size` finished groups, however stale; none if fewer are
     finished."""
     if len(facts.finished) < facts.batch_size:
-        return BatchChoice()
-    return BatchChoice(groups=tuple(facts.finished[: facts.batch_size]))
+        return _BatchChoice()
+    return _BatchChoice(groups=tuple(facts.finished[: facts.batch_size]))
 
 
-def wait_for_what_is_due(facts: QueueState) -> BatchChoice:
+def wait_for_what_is_due(facts: QueueState) -> _BatchChoice:
     """Take the first `batch_size` finished groups if all groups left can still be trained within their bounds;
     otherwise no groups, also if fewer are finished."""
     choice = train_whatever_is_finished(facts)
     left = [due(group.admitted_version, group.max_staleness) for group in facts.finished[facts.batch_size :]]
     if choice.groups and can_all_be_trained_in_time([*left, *facts.in_flight], facts):
         return choice
-    return BatchChoice()
+    return _BatchChoice()
 
 
-def mask_what_is_stale(facts: QueueState) -> BatchChoice:
+def mask_what_is_stale(facts: QueueState) -> _BatchChoice:
     """Take the first `batch_size` finished groups, none if there are fewer; tokens older than the bound of their group
     are masked out of the loss (`Batch.oldest_of`)."""
     groups = train_whatever_is_finished(facts).groups
     oldest = {group.id: int(max(0, facts.version - group.max_staleness)) for group in groups}
     least = min(oldest.values(), default=0)
     stricter = {id: version for id, version in oldest.items() if version > least}
-    return BatchChoice(groups=groups, oldest_trainable=least, oldest_by_group=stricter)
+    return _BatchChoice(groups=groups, oldest_trainable=least, oldest_by_group=stricter)
 
 
-def expire_what_is_stale(facts: QueueState) -> BatchChoice:
+def expire_what_is_stale(facts: QueueState) -> _BatchChoice:
     """Take the first `batch_size` finished groups without a token beyond the bound, none if there are fewer. All
     finished groups with such a token expire, also if no batch is taken."""
     fresh: list[Group] = []
@@ -97,7 +97,7 @@ def expire_what_is_stale(facts: QueueState) -> BatchChoice:
     for group in facts.finished:
         (fresh if is_fresh(group, facts) else expired).append(group)
     taken = fresh[: facts.batch_size] if len(fresh) >= facts.batch_size else ()
-    return BatchChoice(groups=tuple(taken), expired=tuple(expired))
+    return _BatchChoice(groups=tuple(taken), expired=tuple(expired))
 
 
 POLICIES = {

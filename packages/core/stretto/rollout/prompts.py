@@ -85,7 +85,7 @@ class Draw(Record, frozen=True):
         return f"{self.epoch}.{self.prompt.id}.{self.attempt}"
 
 
-class Again(Record, frozen=True):
+class _Again(Record, frozen=True):
     """A `Draw` that was given back and will be repeated before any new draw. It refers to its prompt by id."""
 
     epoch: int
@@ -101,7 +101,7 @@ class Position(Record, frozen=True):
 
     epoch: int = 0
     index: int = 0
-    given_back: tuple[Again, ...] = ()
+    given_back: tuple[_Again, ...] = ()
     resting: tuple[str, ...] = ()  # as `left_out`, by name, in a state that an earlier stretto has saved
     rest_next: tuple[str, ...] = ()  # as `left_out_next`
     left_out: str = ""  # prompts left out of this epoch: a bit for each prompt, in base64
@@ -206,7 +206,7 @@ class PromptStream:
 
     def position(self) -> Position:
         """Position of the stream, to save. Draws that were taken and not given back are not part of it."""
-        again = tuple(Again(draw.epoch, draw.prompt.id, draw.attempt, draw.failures) for draw in self._given_back)
+        again = tuple(_Again(draw.epoch, draw.prompt.id, draw.attempt, draw.failures) for draw in self._given_back)
         return Position(
             epoch=self._epoch,
             index=self._index,

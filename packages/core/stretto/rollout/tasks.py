@@ -232,7 +232,7 @@ Source = Annotated[Annotated[RowsSource | GymSource, Field(discriminator="kind")
 Sources = Annotated[tuple[Source, ...], AS_TUPLE]
 
 
-class Curriculum(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class _Curriculum(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Skips prompts in the next epoch that were too easy or too hard in this one, by their measured share of right
     completions. If all would be skipped, none is."""
 
@@ -260,7 +260,7 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
         description="what happens to longer prompts; refuse: the run does not start; drop: they are left out "
         "and counted; truncate: they lose their first tokens",
     )
-    curriculum: Curriculum | None = Field(None, description="skip prompts for an epoch by their success rate")
+    curriculum: _Curriculum | None = Field(None, description="skip prompts for an epoch by their success rate")
 
     @model_validator(mode="after")
     def _sources_fit(self) -> Self:

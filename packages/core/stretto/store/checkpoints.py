@@ -41,8 +41,8 @@ class FileSeal(Record, frozen=True):
     xxh3: str
 
 
-class Manifest(Record, frozen=True):
-    """The files of a complete checkpoint. Example: ``Manifest(step=40, files={"trainer.json": FileSeal(...)})``"""
+class _Manifest(Record, frozen=True):
+    """The files of a complete checkpoint. Example: ``_Manifest(step=40, files={"trainer.json": FileSeal(...)})``"""
 
     step: int
     files: dict[str, FileSeal]
@@ -189,7 +189,7 @@ class Checkpoints:
                     os.close(held)
 
 
-def verify(path: Path) -> Manifest:
+def verify(path: Path) -> _Manifest:
     """Check every byte of the checkpoint in the folder `path` (``step-000040``) against its manifest, which is
     returned.
 
@@ -198,7 +198,7 @@ def verify(path: Path) -> Manifest:
             cannot be read, or has another size or checksum. Names the file.
     """
     try:
-        manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=Manifest)
+        manifest = msgspec.json.decode((path / _MANIFEST).read_bytes(), type=_Manifest)
     except (OSError, ValueError) as error:  # ValueError: no UTF-8, or no valid manifest
         raise StoreError(f"{path / _MANIFEST}: cannot be read: {error}") from error
     if path.name != f"step-{manifest.step:06d}":
@@ -246,7 +246,7 @@ def seal_files(folder: Path) -> dict[str, FileSeal]:
 def _seal(step: int, part: Path) -> None:
     for path in part.rglob("*"):  # files and folders
         sync(path)  # `part` itself is synced after the manifest
-    manifest = msgspec.json.format(msgspec.json.encode(Manifest(step=step, files=seal_files(part))))
+    manifest = msgspec.json.format(msgspec.json.encode(_Manifest(step=step, files=seal_files(part))))
     (part / _MANIFEST).write_bytes(manifest)
     sync(part / _MANIFEST)
     sync(part)

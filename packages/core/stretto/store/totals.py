@@ -158,11 +158,11 @@ class Category(Record, frozen=True):
     tokens: int
 
 
-class Goodput(Record, frozen=True):
+class _Goodput(Record, frozen=True):
     """The goodput budget of a run. `budget`: by category (one of `CATEGORIES`); `roles`: role: category: seconds;
     `idle`: role: reason: seconds, whose sum is the role's category `idle`.
 
-    Example: ``Goodput(budget={"trained": Category(81.2, 52_310), ...}, roles={"trainer": {"trained": 40.3, ...}, ...},
+    Example: ``_Goodput(budget={"trained": Category(81.2, 52_310), ...}, roles={"trainer": {"trained": 40.3, ...}, ...},
     idle={"trainer": {"batch": 12.5, "starting": 3.1, ...}, ...})``
     """
 
@@ -199,7 +199,7 @@ def tokens_by_category(totals: Totals, on_record: OnRecord) -> dict[str, int]:
     }
 
 
-def goodput(totals: Totals, on_record: OnRecord) -> Goodput:
+def goodput(totals: Totals, on_record: OnRecord) -> _Goodput:
     """Compute the goodput budget of a run from its totals and the tokens in its ledger.
 
     The seconds of a role's work are divided by its `Totals.activities`; a role without any has done a single kind of
@@ -223,7 +223,7 @@ def goodput(totals: Totals, on_record: OnRecord) -> Goodput:
         idle[role] = {reason: spell for reason, spell in sorted(reasons.items()) if spell > 0}
         roles[role] = {name: roles[role].get(name, 0.0) for name in CATEGORIES} | {IDLE: sum(idle[role].values())}
     budget = {name: Category(sum(role[name] for role in roles.values()), tokens[name]) for name in CATEGORIES}
-    return Goodput(budget, roles, idle)
+    return _Goodput(budget, roles, idle)
 
 
 def core_budget(totals: Totals, on_record: OnRecord) -> dict[str, float]:

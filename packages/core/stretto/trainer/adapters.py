@@ -32,7 +32,7 @@ ADAPTER = "default"
 SEED = 20_210_617  # A is the same on every rank and after every restart
 
 
-class Adapted(Protocol):
+class _Adapted(Protocol):
     """A peft linear layer with an adapter."""
 
     lora_A: nn.ModuleDict  # noqa: N815
@@ -40,9 +40,9 @@ class Adapted(Protocol):
     scaling: dict[str, float]  # alpha / rank
 
 
-def adapted_layers(model: nn.Module) -> dict[str, Adapted]:
+def adapted_layers(model: nn.Module) -> dict[str, _Adapted]:
     """Layers with an adapter, by plain name (as in the model without adapters); empty for a model without adapters."""
-    return {name: cast(Adapted, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+    return {name: cast(_Adapted, layer) for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
 
 
 @contextmanager
@@ -74,20 +74,20 @@ def adapter_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name + kind, cast(nn.Linear, both[ADAPTER]).weight
 
 
-def scaled(layers: Mapping[str, Adapted], name: str, tensor: Tensor) -> Tensor:
+def scaled(layers: Mapping[str, _Adapted], name: str, tensor: Tensor) -> Tensor:
     """The tensor to publish under `name`: B of an adapter times its scale, any other parameter unchanged. `layers`: the
     adapted layers by name."""
     layer = layers.get(name.removesuffix(LORA_B)) if name.endswith(LORA_B) else None
     return tensor if layer is None else layer.scaling[ADAPTER] * tensor
 
 
-def matrices(layer: Adapted, ranks: Ranks) -> tuple[Tensor, Tensor]:
+def matrices(layer: _Adapted, ranks: Ranks) -> tuple[Tensor, Tensor]:
     """A and B of a layer, gathered from the ranks; every rank must call it."""
     a, b = (cast(nn.Linear, both[ADAPTER]).weight for both in (layer.lora_A, layer.lora_B))
     return ranks.full_tensor(a.detach()), ranks.full_tensor(b.detach())
 
 
-def merged(layer: Adapted, weight: Tensor, ranks: Ranks) -> Tensor:
+def merged(layer: _Adapted, weight: Tensor, ranks: Ranks) -> Tensor:
     """W + alpha / rank * B A of a layer with the gathered weight W (`weight`); every rank must call it."""
     a, b = matrices(layer, ranks)
     return weight + layer.scaling[ADAPTER] * (b @ a)

@@ -53,11 +53,11 @@ _SHOWN = 4  # names in a message
 _ERRORS = (OSError, RuntimeError, ValueError, SafetensorError, CheckpointException)
 
 
-class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class _TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Contents of ``trainer.json``. `bad_steps_in_a_row`: number of the last optimizer steps that were all skipped; 0
     after one that was taken. `scale`: alpha / rank of the adapters; None: without adapters, or not recorded.
 
-    Example: ``TrainerPosition(version=50, bad_steps_in_a_row=0)``
+    Example: ``_TrainerPosition(version=50, bad_steps_in_a_row=0)``
     """
 
     version: int
@@ -69,14 +69,14 @@ class TrainerPosition(msgspec.Struct, frozen=True, forbid_unknown_fields=True, o
 class TrainerState:
     """A copy of this rank's training state on the CPU, unaffected by further training."""
 
-    position: TrainerPosition
+    position: _TrainerPosition
     state: dict[str, Tensor]  # as `_state`
     ranks: Ranks
 
     @classmethod
     def of(cls, optimizer: Optimizer, version: int) -> Self:
         """Copy the parameters and the optimizer's state to the CPU; all ranks must call it. `version`: the policy's."""
-        position = TrainerPosition(version, optimizer.bad_steps_in_a_row, _scale(optimizer))
+        position = _TrainerPosition(version, optimizer.bad_steps_in_a_row, _scale(optimizer))
         ranks = optimizer.ranks
         return cls(position, {name: ranks.copy_to_cpu(tensor) for name, tensor in _state(optimizer).items()}, ranks)
 
@@ -204,21 +204,21 @@ def load(folder: Path, optimizer: Optimizer) -> int:
     return position.version
 
 
-def _read(folder: Path, found: dict[str, Tensor], scale: float | None) -> TrainerPosition:
+def _read(folder: Path, found: dict[str, Tensor], scale: float | None) -> _TrainerPosition:
     """Fill `found` from the folder, and return the checkpoint's position; each rank reads its own part. Raises
     StoreError if the checkpoint is of another model, the reader's error if it is damaged. `scale`: of the adapters here
-    (`TrainerPosition`)."""
+    (`_TrainerPosition`)."""
     reader, position = _checked(folder, found, scale)
     state_dict_loader.load(found, storage_reader=reader)
     return position
 
 
 @torch.no_grad()
-def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks, scale: float | None) -> TrainerPosition:
+def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks, scale: float | None) -> _TrainerPosition:
     """Fill `found` in place. Rank 0 reads all files, about one at a time, and sends each rank its shard. Raises
     StoreError if the checkpoint is of another model, the reader's error if it is damaged. `scale`: of the adapters here
-    (`TrainerPosition`)."""
-    reader, position = _checked(folder, found, scale) if ranks.rank == 0 else (None, TrainerPosition(0, 0))
+    (`_TrainerPosition`)."""
+    reader, position = _checked(folder, found, scale) if ranks.rank == 0 else (None, _TrainerPosition(0, 0))
     version, bad_steps = ranks.broadcast([position.version, position.bad_steps_in_a_row])
     for names in _by_file(_files(found, 1)):
         whole = dict[str, Tensor]()
@@ -227,16 +227,16 @@ def _receive(folder: Path, found: Mapping[str, Tensor], ranks: Ranks, scale: flo
             state_dict_loader.load(whole, storage_reader=reader, no_dist=True)
         for name in names:
             ranks.scatter(whole.get(name), found[name])
-    return TrainerPosition(version, bad_steps)
+    return _TrainerPosition(version, bad_steps)
 
 
 def _checked(
     folder: Path, wanted: Mapping[str, Tensor], scale: float | None
-) -> tuple[HuggingFaceStorageReader, TrainerPosition]:
+) -> tuple[HuggingFaceStorageReader, _TrainerPosition]:
     """Open a checkpoint whose tensors have the names and shapes of `wanted`. Raises StoreError if it has others, or is
     of adapters with another scale; or one of `_ERRORS` or `UNREADABLE` if it is damaged."""
     reader = HuggingFaceStorageReader(str(folder))
-    position = msgspec.json.decode((folder / _POSITION).read_bytes(), type=TrainerPosition)
+    position = msgspec.json.decode((folder / _POSITION).read_bytes(), type=_TrainerPosition)
     theirs = reader.read_metadata().state_dict_metadata
     _refuse_another_model(folder, theirs, {name: tensor.shape for name, tensor in wanted.items()})
     if None not in (scale, position.scale) and scale != position.scale:

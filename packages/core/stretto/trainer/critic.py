@@ -52,7 +52,7 @@ class Critic(Optimizer):
         """Shard the critic over the ranks. `model`: a copy of the initial policy for the critic alone, loaded with
         packed attention. `config`: optimizer settings, except for the learning rate of `settings`. Raises RecipeError
         if the ranks cannot divide the model, ModelFolderError if its folder lacks a weight (`Ranks.shard`)."""
-        self._values, self._steps = StateValues(model, config, ranks), config.steps
+        self._values, self._steps = _StateValues(model, config, ranks), config.steps
         self._clip, self._truncated = settings.clip, settings.truncated
         optimizer = config.model_copy(update={"learning_rate": settings.learning_rate})
         super().__init__(self._values, model, optimizer, ranks, (self._values.head,))
@@ -89,7 +89,7 @@ class Critic(Optimizer):
         return torch.stack(losses).sum(), self.step(rate, step)
 
 
-class StateValues(nn.Module):
+class _StateValues(nn.Module):
     """A value model: the body of `model` with a linear map to one number in place of the output matrix."""
 
     def __init__(self, model: PreTrainedModel, config: TrainerConfig, ranks: Ranks = ALONE) -> None:

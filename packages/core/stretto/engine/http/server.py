@@ -45,7 +45,7 @@ from stretto.processes import event_loop
 from stretto.processes.http.asgi import (
     LARGEST_BODY,
     HostNames,
-    OwnNames,
+    by_own_names,
     header,
     is_loopback,
     read_body,
@@ -282,7 +282,7 @@ async def serve_app(app: EngineApp, listen: str, run: Run, tls: str = "") -> Non
         await run_app(server_of(app, unix_path), None, run)
     else:
         bound = bind(host, port, ("engine.base_port", "engine.base_port"))
-        asked = OwnNames(app, HostNames(host, loopback=True)) if is_loopback(bound) and not app.has_key else app
+        asked = by_own_names(app, HostNames(host, loopback=True)) if is_loopback(bound) and not app.has_key else app
         await run_app(server_of(asked, tls=tls, has_key=app.has_key), [bound], run)
 
 

@@ -101,7 +101,7 @@ _SESSIONS = "stretto_workflows.sessions"
 Open = Callable[[str, Tokens, int], Any]
 
 
-class Conversations(Protocol):
+class _Conversations(Protocol):
     """Generates trajectories by a workflow or by agents (Protocol)."""
 
     async def __call__(self, ticket: Ticket, /) -> Sequence[Trajectory]:
@@ -126,7 +126,7 @@ class Conversing(Protocol):
 
     async def start(self) -> None: ...
     async def close(self) -> None: ...
-    def groups(self, open_session: Open, score: Score, verdict: Callable[[float], Verdict]) -> Conversations:
+    def groups(self, open_session: Open, score: Score, verdict: Callable[[float], Verdict]) -> _Conversations:
         """Return the object that generates trajectories, each in a session from `open_session`. `score`: judges
         completions by the recipe's reward; `verdict`: converts a reward that a workflow gives itself."""
 
@@ -164,7 +164,7 @@ def workflow_groups(
     ledger: Ledger,
     unfinished: Sequence[UnfinishedGroup],
     score: Score,
-) -> Conversations:
+) -> _Conversations:
     """Return the object that generates the groups of a run by its workflow.
 
     Args:

@@ -25,7 +25,7 @@ from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.proving import Proving
-from stretto.loop.engines.router import ExclusiveRouter, Router
+from stretto.loop.engines.router import Router
 from stretto.loop.records.totals import Tenure, Work
 from stretto.loop.recovery import Recovery
 from stretto.loop.trainer_link import TrainerLink
@@ -176,7 +176,7 @@ async def running_roles(
             deadlines,
             role=recipe.engine.role,
             load_interval=recipe.engine.load_interval,
-            router=ExclusiveRouter() if recipe.in_rounds else Router(),
+            router=Router(exclusive=recipe.in_rounds),
             spawner=spawner,
             lag=recipe.cluster.lag,
             kind=recipe.engine.kind,

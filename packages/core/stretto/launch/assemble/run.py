@@ -104,7 +104,7 @@ class StartState:
 
 
 @dataclass(frozen=True)
-class RunContext:
+class _RunContext:
     """Plan, folder, starting point, ledger, reporter and stop signal of the run that is being assembled. `behind`: what
     is to be ended after the roles."""
 
@@ -150,7 +150,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
             place = reference.path if reference is not None else None
             copy_policy(source, folder.policy(0), lambda policy: seal_start(ledger, policy, place))
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
-        context = RunContext(plan, folder, start, ledger, reporter, stop, behind := AsyncExitStack())
+        context = _RunContext(plan, folder, start, ledger, reporter, stop, behind := AsyncExitStack())
         for sentence in (*start.sentences(), *policies_to_go(plan, folder, start.version)):
             reporter.say(sentence)
         _drop_what_came_later(context)
@@ -184,7 +184,7 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         return stop.exit_code
 
 
-def _followed(context: RunContext) -> AbstractAsyncContextManager[None]:
+def _followed(context: _RunContext) -> AbstractAsyncContextManager[None]:
     """Return a context manager during whose block the tools of ``[logging]`` follow the run. Without tools, the context
     manager does nothing."""
     recipe, reporter, stop = context.plan.recipe, context.reporter, context.stop
@@ -217,14 +217,14 @@ def _roles_of(recipe: Recipe) -> str:
     return f"{engines}, the trainer, {recipe.rewards.workers} reward worker(s){workflows}"
 
 
-def _keep_roster(context: RunContext, roles: Roles) -> None:
+def _keep_roster(context: _RunContext, roles: Roles) -> None:
     """Restore the roster of engines from the ledger, which stores it at each flush from now on."""
     ledger, roster = context.ledger, roles.engines.roster
     roster.restore(ledger.get(ENGINES, list[Membership]) or [], context.start.version)
     ledger.watch(ENGINES, roster.rows)
 
 
-def _selection(context: RunContext) -> SelectionWatch:
+def _selection(context: _RunContext) -> SelectionWatch:
     """Return the watch for selection bias, restored from the ledger, which stores its state at each flush."""
     ledger = context.ledger
     watch = SelectionWatch(ledger, time.monotonic, ledger.get(SELECTION, SelectionBias), context.report)
@@ -233,7 +233,7 @@ def _selection(context: RunContext) -> SelectionWatch:
 
 
 def _recorder(
-    context: RunContext, roles: Roles, clock: RunClock, earlier: Totals, selection: SelectionWatch
+    context: _RunContext, roles: Roles, clock: RunClock, earlier: Totals, selection: SelectionWatch
 ) -> Recorder:
     """Return the recorder of the run. `earlier`: totals of earlier processes."""
     recipe = context.plan.recipe
@@ -267,7 +267,7 @@ def _phase(recipe: Recipe, number: int) -> str:
     return f"phase {number} of 3" if recipe.warm_start is not None else f"phase {number - 1} of 2"
 
 
-def _drop_what_came_later(context: RunContext) -> None:
+def _drop_what_came_later(context: _RunContext) -> None:
     """Remove from the run folder what is of later steps than the ledger has: policies, metric lines and held-out
     samples. Checkpoints after `start.saved_step` are set aside; ``samples.jsonl`` stays as it is."""
     folder, start = context.folder, context.start
@@ -280,7 +280,7 @@ def _drop_what_came_later(context: RunContext) -> None:
 
 
 async def _train(
-    context: RunContext,
+    context: _RunContext,
     roles: Roles,
     recorder: Recorder,
     selection: SelectionWatch,
@@ -347,7 +347,7 @@ def _prompts(plan: Plan, position: Position) -> PromptStream:
 
 
 def _generation(
-    context: RunContext, roles: Roles, controller: Controller, restored: Mapping[str, GroupInFlight]
+    context: _RunContext, roles: Roles, controller: Controller, restored: Mapping[str, GroupInFlight]
 ) -> tuple[InFlight, GroupWorkflow]:
     """Return what sends requests to the engines, and the workflow of single turns that uses it; in rounds if the recipe
     has rounds. `restored`: tokens of groups in flight, by group id; in rounds they are not used."""
@@ -364,7 +364,7 @@ def _generation(
 
 
 def _conversations(
-    context: RunContext, roles: Roles, pool: Conversing, unfinished: Sequence[UnfinishedGroup]
+    context: _RunContext, roles: Roles, pool: Conversing, unfinished: Sequence[UnfinishedGroup]
 ) -> tuple[InFlight, GroupWorkflow]:
     """Return what sends requests to the engines, and the recipe's workflow on sessions that use it. `unfinished`:
     groups whose sessions continue from their record."""
@@ -373,7 +373,7 @@ def _conversations(
     return in_flight, workflow_groups(context.plan, pool, in_flight, context.ledger, unfinished, score)
 
 
-def _checkpointing(context: RunContext, roles: Roles, controller: Controller) -> Checkpointing:
+def _checkpointing(context: _RunContext, roles: Roles, controller: Controller) -> Checkpointing:
     recipe = context.plan.recipe
     return Checkpointing(
         context.folder,
@@ -387,7 +387,7 @@ def _checkpointing(context: RunContext, roles: Roles, controller: Controller) ->
     )
 
 
-def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluator:
+def _evaluator(context: _RunContext, roles: Roles, recorder: Recorder) -> Evaluator:
     plan, generate, score = context.plan, roles.engines.generate, roles.rewards.score_group
     return Evaluator(
         prompts=plan.held_out,
@@ -402,7 +402,7 @@ def _evaluator(context: RunContext, roles: Roles, recorder: Recorder) -> Evaluat
     )
 
 
-def _record_again(context: RunContext, updates: Sequence[Update], controller: Controller, recorder: Recorder) -> None:
+def _record_again(context: _RunContext, updates: Sequence[Update], controller: Controller, recorder: Recorder) -> None:
     """Record those of the repeated steps `updates` that are not on record yet: the earlier process ended between the
     batch and its update. The batch has been counted as judged, in the transaction that committed it."""
     recorded = context.ledger.last_update()
@@ -413,7 +413,7 @@ def _record_again(context: RunContext, updates: Sequence[Update], controller: Co
         recorder.updated(batch, update)
 
 
-async def _conduct(context: RunContext, roles: Roles, conductor: Conductor) -> None:
+async def _conduct(context: _RunContext, roles: Roles, conductor: Conductor) -> None:
     """Measure the initial accuracy, train, save checkpoint and policy, and measure the final accuracy. A resumed run
     measures no initial accuracy that is on record or of a version that is gone. After a requested stop none is
     measured, and only a trainer that is ready saves its state."""

@@ -31,7 +31,7 @@ class Engines(Protocol):
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None) -> Partials: ...
 
 
-class SegmentJournal(Protocol):
+class _SegmentJournal(Protocol):
     """Journal of the tokens in flight, by trajectory id and segment index `node`: two methods of
     `store.ledger.ledger.Ledger`."""
 
@@ -40,7 +40,7 @@ class SegmentJournal(Protocol):
     def retract(self, id: str, count: int, node: int = 0) -> None: ...
 
 
-class Prefix:
+class _Prefix:
     """The journaled tokens of one completion. They are kept in pieces and joined on demand: joining at each arrival
     would copy all tokens each time."""
 
@@ -67,7 +67,7 @@ class GroupInFlight:
     with one member: segment `node` of the trajectory with id `session`, to be sampled by version `least` or newer."""
 
     ended: dict[int, Completion] = field(default_factory=dict)
-    prefixes: dict[int, Prefix] = field(default_factory=dict)  # journaled tokens of members that have not ended
+    prefixes: dict[int, _Prefix] = field(default_factory=dict)  # journaled tokens of members that have not ended
     before: dict[int, Segment] = field(default_factory=dict)  # `prefixes` at the time of the open request
     journaled: set[int] = field(default_factory=set)  # members journaled to their end
     members: tuple[int, ...] = ()  # members of the open request, in its order
@@ -101,7 +101,7 @@ class GroupInFlight:
             member = self.members[place]
             if member not in self.ended:  # else its last tokens have arrived meanwhile
                 if (prefix := self.prefixes.get(member)) is None:
-                    prefix = self.prefixes[member] = Prefix()
+                    prefix = self.prefixes[member] = _Prefix()
                 prefix.extend(piece)
                 yield member, piece
 
@@ -111,21 +111,21 @@ class GroupInFlight:
         that has lost something."""
         self.serial += 1
         for member in self.members:
-            before = Prefix(self.before.get(member, Segment()))
+            before = _Prefix(self.before.get(member, Segment()))
             if self.ended.pop(member, None) is not None or self.known(member) > before.tokens:
                 self.prefixes[member] = before
                 self.journaled.discard(member)
                 yield member, before.tokens
 
     def pieces(self, id: str) -> Iterator[tuple[str, Segment, int]]:
-        """Yield the tokens of ended members that are not journaled yet, as arguments for `SegmentJournal.journal`, one
+        """Yield the tokens of ended members that are not journaled yet, as arguments for `_SegmentJournal.journal`, one
         member at each iteration, which counts as journaled to its end from then on. `id`: group id."""
         for member in sorted(self.ended.keys() - self.journaled):
             self.journaled.add(member)
             yield self.place(id, member, self.ended[member].segment.after(self.known(member)))
 
     def place(self, id: str, member: int, piece: Segment) -> tuple[str, Segment, int]:
-        """Arguments for `SegmentJournal.journal`: (trajectory id, `piece`, segment index). `id`: group id."""
+        """Arguments for `_SegmentJournal.journal`: (trajectory id, `piece`, segment index). `id`: group id."""
         return (self.session or trajectory_id(id, member), piece, self.node)
 
     @property
@@ -146,7 +146,7 @@ class InFlight:
     `forget`."""
 
     def __init__(
-        self, engines: Engines, journal: SegmentJournal | None, restored: Mapping[str, GroupInFlight] | None = None
+        self, engines: Engines, journal: _SegmentJournal | None, restored: Mapping[str, GroupInFlight] | None = None
     ) -> None:
         """Generate on `engines`, and record tokens in `journal`.
 
@@ -223,7 +223,7 @@ class InFlight:
             raise _given_up(session)
         if (turn := self._groups.get(id)) is None:
             prefix = msgspec.structs.replace(request.prefix, parent=None, cause="")  # engines need not know
-            known = {0: Prefix(prefix)} if prefix.length else {}
+            known = {0: _Prefix(prefix)} if prefix.length else {}
             turn = GroupInFlight(prefixes=known, session=session, node=request.node, least=request.least)
             self._groups[id] = turn
             self._turns[of].setdefault(id, 0)
@@ -315,6 +315,6 @@ def progress_of(group: UnfinishedGroup) -> GroupInFlight:
     ended = {member: segment for member, segment in known.items() if segment.stop_reason is not None}
     return GroupInFlight(
         ended={member: Completion(group.id, member, segment) for member, segment in ended.items()},
-        prefixes={member: Prefix(segment) for member, segment in known.items() if member not in ended},
+        prefixes={member: _Prefix(segment) for member, segment in known.items() if member not in ended},
         journaled=set(ended),
     )

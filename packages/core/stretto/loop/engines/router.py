@@ -13,7 +13,8 @@ LOSSES = 3
 
 class Router:
     """Chooses the engine with the fewest completions in flight among those that are up; of several, the first. It only
-    counts: the caller sends the requests. `engines`: names of the engines that are up at the start.
+    counts: the caller sends the requests. `engines`: names of the engines that are up at the start. `exclusive`: an
+    engine gets new work only when it has nothing in flight, so that only requests of one call share a batch.
 
     >>> router = Router(["engine-0", "engine-1"])
     >>> router.start(8), router.start(8), router.start(8)
@@ -23,9 +24,13 @@ class Router:
     'engine-0'
     >>> router.leave("engine-0"); router.start(8)
     'engine-1'
+    >>> router = Router(["engine-0"], exclusive=True)
+    >>> router.start(8), router.start(8)
+    ('engine-0', None)
     """
 
-    def __init__(self, engines: Iterable[str] = ()) -> None:
+    def __init__(self, engines: Iterable[str] = (), *, exclusive: bool = False) -> None:
+        self._exclusive = exclusive
         self._up = dict.fromkeys(engines)  # in the order in which they came
         self._load = dict.fromkeys(self._up, 0)
 
@@ -45,7 +50,8 @@ class Router:
     def start(self, completions: int, avoided: Collection[str] = ()) -> str | None:
         """Choose an engine for `completions` completions, add them to its load, and return its name; None while no
         engine but those `avoided` is available. The caller calls `finish` with the same number later."""
-        engine = min((one for one in self._free() if one not in avoided), key=self._load.__getitem__, default=None)
+        free = [one for one in self._up if one not in avoided and not (self._exclusive and self._load[one])]
+        engine = min(free, key=self._load.__getitem__, default=None)
         if engine is not None:
             self._load[engine] += completions
         return engine
@@ -62,21 +68,6 @@ class Router:
         """Give this engine groups: it is up, with the newest version. An engine that was known keeps its load."""
         self._load.setdefault(engine, 0)
         self._up[engine] = None
-
-    def _free(self) -> Collection[str]:
-        return self._up
-
-
-class ExclusiveRouter(Router):
-    """Gives an engine new work only when it has nothing in flight, so that only requests of one call share a batch.
-
-    >>> router = ExclusiveRouter(["engine-0"])
-    >>> router.start(8), router.start(8)
-    ('engine-0', None)
-    """
-
-    def _free(self) -> Collection[str]:
-        return [engine for engine in self._up if not self._load[engine]]
 
 
 class _Attempt(contextlib.AbstractContextManager["_Attempt"]):

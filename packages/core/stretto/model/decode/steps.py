@@ -101,7 +101,7 @@ class StepPlan:
     def enter(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Write the KV entries of the contexts in layer number `layer`; the rows' newest tokens are left to the
         caller. `key`, `value`: [1, K, T, D], of all packed tokens. For plans of `plan_by_bucket` only."""
-        for rows in cast("tuple[BucketRows, ...]", self.rows):
+        for rows in cast("tuple[_BucketRows, ...]", self.rows):
             rows.write(layer, *(x.transpose(1, 2)[0] for x in (key, value)))
 
     def within_contexts(self, query: Tensor, key: Tensor, value: Tensor, rule: Rule) -> Tensor:
@@ -151,7 +151,7 @@ class Ragged:
 
 
 @dataclass(frozen=True)
-class AttentionWindow:
+class _AttentionWindow:
     """The cached tokens, from position `first` to `end` (exclusive), that rows read in layers with one window. `bias`:
     0, or -inf where masked."""
 
@@ -165,7 +165,7 @@ class Dense:
     """Reads all rows up to the end of the longest row, with a mask. `windows`: by attention window of a layer (None: no
     window)."""
 
-    windows: Mapping[int | None, AttentionWindow]  # by attention window of the layer
+    windows: Mapping[int | None, _AttentionWindow]  # by attention window of the layer
 
     def attend(self, query_RHD: Tensor, keys_SKLD: Tensor, values_SKLD: Tensor, rule: Rule) -> Tensor:
         """Compute the attention of each row to its slot, [R, H, D]; all entries must be written already."""
@@ -196,7 +196,7 @@ def reading(newest: Ints, windows: frozenset[int | None], device: torch.device, 
     return Dense({window: attention_window(newest, positions, window, dtype) for window in windows})
 
 
-def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype: torch.dtype) -> AttentionWindow:
+def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype: torch.dtype) -> _AttentionWindow:
     """Return the cached tokens to read, with their mask, for rows that attend to the positions p with newest - window <
     p <= newest (`window` None: p <= newest). `newest` and `positions` are the same numbers [R], as an array and as a
     tensor on the device of the cache; `dtype`: of the mask."""
@@ -207,11 +207,11 @@ def attention_window(newest: Ints, positions: Tensor, window: int | None, dtype:
     if window is not None and window < end:
         hidden |= places <= positions[:, None] - window
     bias = positions.new_zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-    return AttentionWindow(first, end, bias[:, None, None])
+    return _AttentionWindow(first, end, bias[:, None, None])
 
 
 @dataclass(frozen=True)
-class BucketRows:
+class _BucketRows:
     """The rows of one bucket in a step, made by `plan_by_bucket`; implements `stretto_kernels.steps.trace.Attends`.
     `newest`: their newest tokens among the packed ones. `written`: indices of tokens to write, and cells for them."""
 
@@ -248,7 +248,7 @@ def plan_by_bucket(
     for full attention; `dtype`: dtype of the KV cache."""
     compiled = computes(device, dtype)
 
-    def rows_of(bucket: Bucket, start: int, newest: Ints, entering: list[tuple[int, Ints]]) -> BucketRows:
+    def rows_of(bucket: Bucket, start: int, newest: Ints, entering: list[tuple[int, Ints]]) -> _BucketRows:
         own = slice(start, start + len(newest))
         new = [written_tokens(*one) for one in entering]
         if not compiled:
@@ -257,9 +257,9 @@ def plan_by_bucket(
         if new:
             sources, slots, places = np.concatenate(new, axis=1)
             written = torch.from_numpy(sources).to(device), torch.from_numpy(bucket.cells(slots, places)).to(device)
-        return BucketRows(bucket, own, written, reading(newest, windows, device, dtype))
+        return _BucketRows(bucket, own, written, reading(newest, windows, device, dtype))
 
-    def by_bucket() -> Iterator[BucketRows]:
+    def by_bucket() -> Iterator[_BucketRows]:
         first = 0
         for bucket in step.buckets:
             end = first + len(bucket.owners)

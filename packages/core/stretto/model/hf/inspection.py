@@ -26,7 +26,7 @@ _LONGEST_NAME = 255  # bytes of a file's name
 
 
 @dataclass(frozen=True)
-class TensorHeader:
+class _TensorHeader:
     """One tensor of a safetensors file. `dtype`: as safetensors names it ("F32", "BF16"); `end`: offset of its end in
     the data, in bytes."""
 
@@ -53,7 +53,7 @@ class BrokenHeader(ValueError):
     """The file is not a complete safetensors file; the text is the reason."""
 
 
-def read_headers(file: Path) -> dict[str, TensorHeader]:
+def read_headers(file: Path) -> dict[str, _TensorHeader]:
     """Read the header of a safetensors file; returns its tensors by name.
 
     Raises:
@@ -85,14 +85,14 @@ class _Entry(msgspec.Struct, frozen=True):
     data_offsets: tuple[Count, Count]
 
 
-def _parse(header: bytes) -> dict[str, TensorHeader]:
+def _parse(header: bytes) -> dict[str, _TensorHeader]:
     try:
         raw = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
         raw.pop("__metadata__", None)
         entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
     except UNREADABLE as error:
         raise BrokenHeader(f"has a header that cannot be read ({type(error).__name__}: {error})") from None
-    return {name: TensorHeader(one.dtype, one.shape, one.data_offsets[1]) for name, one in entries.items()}
+    return {name: _TensorHeader(one.dtype, one.shape, one.data_offsets[1]) for name, one in entries.items()}
 
 
 _ADAPTER = "adapter_model.safetensors"
@@ -193,7 +193,7 @@ def weights_dtype(folder: Path) -> str:
     return _dtype_of(read_weights(folder).values())
 
 
-def _dtype_of(tensors: Iterable[TensorHeader]) -> str:
+def _dtype_of(tensors: Iterable[_TensorHeader]) -> str:
     dtypes = Counter(dict.fromkeys(_DTYPES, 0))
     for tensor in tensors:
         dtypes[tensor.dtype] += tensor.elements
@@ -295,7 +295,7 @@ def has_weights(folder: Path) -> bool:
     return any(True for pattern in _WEIGHTS for _ in folder.glob(pattern))
 
 
-def read_weights(folder: Path) -> dict[str, TensorHeader]:
+def read_weights(folder: Path) -> dict[str, _TensorHeader]:
     """Return the tensor headers, by name, of a folder that `inspect_model_folder` has accepted."""
     return _weights(folder, [])[0]
 
@@ -318,12 +318,12 @@ def _unlisted(folder: Path) -> list[Path]:
     return [file for file in sorted(folder.glob("*.safetensors")) if file.name != _ADAPTER]
 
 
-def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, TensorHeader], int]:
+def _weights(folder: Path, problems: list[Problem]) -> tuple[dict[str, _TensorHeader], int]:
     """Return the tensor headers, by name, of the folder's readable weight files, and the size of all weight files in
     bytes. Problems are appended to `problems`: a broken index, a missing or broken file, a tensor that no file holds,
     no weights."""
     index, before = folder / _INDEX, len(problems)
-    tensors: dict[str, TensorHeader] = {}
+    tensors: dict[str, _TensorHeader] = {}
     if index.exists():
         listed = _read_json(index, problems).get("weight_map") or {}
         if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
@@ -373,7 +373,7 @@ def _no_weights(folder: Path) -> Problem:
 
 
 def _check_vocabulary(
-    folder: Path, vocab_size: int, tensors: Mapping[str, TensorHeader], problems: list[Problem]
+    folder: Path, vocab_size: int, tensors: Mapping[str, _TensorHeader], problems: list[Problem]
 ) -> tuple[int, ...]:
     """Check that embedding, tokenizer and end-of-sequence tokens, of which there must be one, agree on the vocabulary;
     append problems to `problems`. Returns the end-of-sequence tokens."""

@@ -295,19 +295,18 @@ def is_loopback(bound: socket.socket) -> bool:
     return ipaddress.ip_address(bound.getsockname()[0]).is_loopback
 
 
-class OwnNames:
-    """ASGI middleware that refuses requests whose Host is not one of `names`, with status 403 and an error as JSON; all
-    others go to `inner`."""
+def by_own_names(inner: ASGIApp, names: HostNames) -> ASGIApp:
+    """Make an ASGI application that refuses requests whose Host is not one of `names`, with status 403 and an error as
+    JSON; all others go to `inner`."""
 
-    def __init__(self, inner: ASGIApp, names: HostNames) -> None:
-        self._inner, self._names = inner, names
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if (host := self._names.foreign(scope)) is None:
-            await self._inner(scope, receive, send)
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        if (host := names.foreign(scope)) is None:
+            await inner(scope, receive, send)
             return
         error = {"message": foreign_host(host), "type": "invalid_request_error", "param": "host", "code": None}
         await reply(send, 403, "application/json", msgspec.json.encode({"error": error}))
+
+    return serve
 
 
 def foreign_host(host: str) -> str:

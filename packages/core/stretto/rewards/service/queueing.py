@@ -71,7 +71,7 @@ def chunks(call: Call, seconds_per_item: float) -> list[Chunk]:
 
 
 @dataclass(frozen=True)
-class Blame:
+class _Blame:
     """Chunks to handle after the loss of a worker. `culprit`: the item that the worker was judging, alone in its chunk;
     None if it is unknown. `innocent`: the other chunks without verdicts, to score again."""
 
@@ -79,7 +79,7 @@ class Blame:
     innocent: tuple[Chunk, ...] = field(default=())
 
 
-def blame(outstanding: Sequence[Chunk], judged: int, progress: int) -> Blame:
+def blame(outstanding: Sequence[Chunk], judged: int, progress: int) -> _Blame:
     """Find the item that a lost worker was judging, among the chunks that it had not replied to. If it is unknown, each
     item of the oldest chunk is scored again in a chunk of its own. The culprit and these chunks count one more loss.
 
@@ -94,8 +94,8 @@ def blame(outstanding: Sequence[Chunk], judged: int, progress: int) -> Blame:
             culprit = Chunk(chunk.call, (chunk.indices[at],), chunk.losses + 1)
             others = chunk.indices[:at] + chunk.indices[at + 1 :]
             rest = [Chunk(chunk.call, others)] if others else []
-            return Blame(culprit, (*outstanding[:position], *rest, *outstanding[position + 1 :]))
+            return _Blame(culprit, (*outstanding[:position], *rest, *outstanding[position + 1 :]))
         at -= len(chunk.indices)
     # The worker was between two items, or a reward has overwritten the counter: items alone will show the culprit.
     again = [Chunk(chunk.call, (index,), chunk.losses + 1) for chunk in outstanding[:1] for index in chunk.indices]
-    return Blame(None, (*again, *outstanding[1:]))
+    return _Blame(None, (*again, *outstanding[1:]))

@@ -40,7 +40,7 @@ _BEAT_SECONDS = 1.0
 _OUT_OF_REACH = range(100, 200)  # descriptors that code writing to small numbers does not hit
 
 
-class Worker:
+class _Worker:
     """Judges completions for the pool over a socket. It sends `WorkerReady` once the reward is loaded, or `Refused` and
     ends. Then it answers each request in order with one `Verdicts`, until the socket closes."""
 
@@ -123,7 +123,7 @@ def main(arguments: list[str]) -> None:
     bound_memory(settings.memory)
     look_in(settings.path or "")
     try:
-        Worker(settings).run()
+        _Worker(settings).run()
     except (BrokenPipeError, ConnectionResetError):
         return  # the pool closed its end first
 

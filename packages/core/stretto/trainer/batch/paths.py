@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 
-class PathTurn(Record, frozen=True):
+class _PathTurn(Record, frozen=True):
     """A sampled segment: its number of tokens and its reward. If the trajectory has no rewards per turn, the last turn
     of each path has the trajectory's reward and the others have 0."""
 
@@ -41,7 +41,7 @@ class PathTokens(Record, frozen=True):
     Example: prompt (5, 12), completion (4, 4, 2)::
 
         PathTokens(id="0.17.0/3", token_ids=(5, 12, 4, 4, 2), prompt_tokens=2, places=(2, 3, 4), ...,
-                   turns=(PathTurn(tokens=3, reward=1.0),))
+                   turns=(_PathTurn(tokens=3, reward=1.0),))
     """
 
     id: str  # trajectory id; ":1" appended for its second path, and so on
@@ -50,7 +50,7 @@ class PathTokens(Record, frozen=True):
     places: Ints  # [S] positions of the own sampled tokens in token_ids, ascending
     behavior_logprobs: Floats  # [S]
     versions: Ints  # [S], by which the tokens were sampled
-    turns: tuple[PathTurn, ...]  # own turns; their tokens sum to S
+    turns: tuple[_PathTurn, ...]  # own turns; their tokens sum to S
     turns_before: int  # number of turns before them, which belong to earlier paths
     stop_reason: StopReason | None  # stop reason of the last turn
     engine: str = ""  # engine that sampled the tokens of its newest version; "" if there are several, or unrecorded
@@ -180,10 +180,10 @@ def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
         return np.asarray(values, kind)
 
 
-def turns_of(trajectory: Trajectory, own: Sequence[Segment]) -> tuple[PathTurn, ...]:
+def turns_of(trajectory: Trajectory, own: Sequence[Segment]) -> tuple[_PathTurn, ...]:
     """The turns of a path, one for each of `own`, its own sampled segments. Without rewards of segments, the last turn
-    has the trajectory's and the others 0; with them, a segment without one has 0 (`PathTurn`)."""
+    has the trajectory's and the others 0; with them, a segment without one has 0 (`_PathTurn`)."""
     apart = any(segment.reward is not None for segment in trajectory.segments)
     last = 0.0 if apart else trajectory.reward
     rewards = [(last if segment is own[-1] else 0.0) if segment.reward is None else segment.reward for segment in own]
-    return tuple(PathTurn(segment.length, reward) for segment, reward in zip(own, rewards, strict=True))
+    return tuple(_PathTurn(segment.length, reward) for segment, reward in zip(own, rewards, strict=True))
