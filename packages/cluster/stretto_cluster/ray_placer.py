@@ -97,7 +97,7 @@ class Placed:
     room: Room
 
 
-class Ground(Protocol):
+class _Ground(Protocol):
     """Ray operations that a `Fleet` uses (Protocol)."""
 
     def start(self, kind: str, count: int) -> list[Placed]:
@@ -118,7 +118,7 @@ class Ground(Protocol):
 class Fleet:
     """All agents of one kind ("engine" or "rank")."""
 
-    def __init__(self, kind: str, ground: Ground, patience: float = _DISMISSAL_SECONDS) -> None:
+    def __init__(self, kind: str, ground: _Ground, patience: float = _DISMISSAL_SECONDS) -> None:
         """Start with no agent. `kind`: "engine" or "rank". `ground`: starts and ends agents on Ray. `patience`: seconds
         to wait for dismissals in progress."""
         self._kind, self._ground, self._patience = kind, ground, patience
@@ -153,7 +153,7 @@ class Fleet:
 
 
 class RayPlacer:
-    """Agents of a run on a Ray cluster (satisfies `Ground`).
+    """Agents of a run on a Ray cluster (satisfies `_Ground`).
 
     Raises:
         RecipeError: Ray is not installed, does not answer, or has too few resources.

@@ -6,7 +6,7 @@ than 256 elements is bridged by including unchanged elements. There is no compre
 (benchmarks, `weights`).
 
     8 bytes     length of the head, little endian
-    head        MessagePack: DeltaHead
+    head        MessagePack: _DeltaHead
     pieces      for each piece of at most a million elements: distances - 1 (one byte each), then values
 
 The result is verified like every publication, by its own checksums, so a delta applied to a wrong base is detected.
@@ -46,7 +46,7 @@ LARGEST = 0.5
 Elements = npt.NDArray[Any]
 
 
-class DeltaHead(Record, frozen=True):
+class _DeltaHead(Record, frozen=True):
     """Head of a delta. `base` and `seal`: seals (checksums) of the old and the new publication. `header`: header of the
     new one. `counts`: number of encoded elements in each piece."""
 
@@ -113,7 +113,7 @@ def encode(base: memoryview, target: memoryview, file: FileIO, largest: float = 
             if room < 0:
                 return False
     head = msgspec.msgpack.encode(
-        DeltaHead(base=old.seal, seal=new.seal, header=bytes(target[:new_start]), counts=tuple(counts))
+        _DeltaHead(base=old.seal, seal=new.seal, header=bytes(target[:new_start]), counts=tuple(counts))
     )
     write_all(file, memoryview(len(head).to_bytes(_LENGTH, "little") + head))
     for part in parts:
@@ -222,11 +222,11 @@ class Deltas:
         return int(path.name.removeprefix(prefix(self._run)).partition(".")[0])
 
 
-def _head(delta: memoryview) -> tuple[DeltaHead, int]:
+def _head(delta: memoryview) -> tuple[_DeltaHead, int]:
     """Head of a delta, and the offset of its pieces; TornPublication if it is damaged or cut off."""
     end = _LENGTH + int.from_bytes(delta[:_LENGTH], "little")
     try:
-        return msgspec.msgpack.decode(delta[_LENGTH:end], type=DeltaHead), end
+        return msgspec.msgpack.decode(delta[_LENGTH:end], type=_DeltaHead), end
     except UNREADABLE as error:
         raise TornPublication(f"a delta that cannot be read: {error}") from error
 
