@@ -30,7 +30,7 @@ from stretto_foresight.planner.costs import Costs, Job, Layout
 from stretto_foresight.planner.layouts import candidates, own_layout
 from stretto_foresight.planner.lengths import LogNormalLengths
 from stretto_foresight.planner.machine import MachineProfile, known_machines, machine_of
-from stretto_foresight.planner.predict import Staleness, distinct, plan, predict
+from stretto_foresight.planner.predict import distinct, plan, predict
 
 SHAPE = ModelShape(1_000_000, 2, 64, 4, 2, 16, 100, tied=True)
 # A second for each step of decoding; training at a token of the batch in a hundredth of a second.
@@ -315,7 +315,7 @@ def test_layouts_that_differ_in_a_bound_that_is_never_reached_are_one_row() -> N
     one = predict(job(), CLOCK, Layout(1, 1))
     replaced = msgspec.structs.replace
     same = replaced(one, max_staleness=16.0, step_seconds=one.step_seconds * 1.001)
-    staler = replaced(one, max_staleness=16.0, staleness=Staleness(mean=one.staleness.mean + 1, p99=one.staleness.p99))
+    staler = replaced(one, max_staleness=16.0, staleness=replaced(one.staleness, mean=one.staleness.mean + 1))
     faster = replaced(one, max_staleness=16.0, step_seconds=one.step_seconds * 0.9)
     other = replaced(one, ranks=2)
     assert distinct([one, same, staler, faster, other]) == [one, staler, faster, other]

@@ -133,7 +133,7 @@ class Memory:
         return max(self.trainer, self.generation) - self.available
 
 
-class TrainingSeconds(NamedTuple):
+class _TrainingSeconds(NamedTuple):
     """Seconds of the parts of a training step, in order: the conductor's work before it, the forward passes for the
     proximal policy (for a critic's values, and a reference policy in the reward, too), the update, the publication."""
 
@@ -198,7 +198,7 @@ class Costs:
     def train(self, sequences: Sequence[int]) -> float:
         return sum(self.training(sequences))
 
-    def training(self, sequences: Sequence[int]) -> TrainingSeconds:
+    def training(self, sequences: Sequence[int]) -> _TrainingSeconds:
         """Return the seconds of the parts of a training step on sequences of these lengths in tokens (prompt
         included)."""
         job, machine, shape, ranks = self.job, self.machine, self.job.shape, self.layout.ranks
@@ -223,7 +223,7 @@ class Costs:
         proximal = job.proximal * once + job.critic * once + (referred if job.refers == "reward" else 0.0)
         update = own + (1 + job.critic) * (minibatches * adam + fitted) + (referred if job.refers == "loss" else 0.0)
         conduct = len(sequences) * machine.batch_seconds
-        return TrainingSeconds(*(self.slower_training * part for part in (conduct, proximal, update, adam)))
+        return _TrainingSeconds(*(self.slower_training * part for part in (conduct, proximal, update, adam)))
 
     def _gathered(self, passes: int) -> float:
         """Return the seconds in which a rank gathers the parameter shards of all others and reduces the gradients, in a

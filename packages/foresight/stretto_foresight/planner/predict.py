@@ -35,7 +35,7 @@ _BUSY = 0.9  # busy share of a role from which it counts as the bottleneck
 _MOSTLY = 0.75  # share of fixed seconds in a role's work from which a profile says little about a model
 
 
-class Staleness(Record, frozen=True):
+class _Staleness(Record, frozen=True):
     """Mean and 99th percentile of the staleness of the tokens in the loss: versions from sampling to training."""
 
     mean: float
@@ -54,7 +54,7 @@ class LayoutPrediction(Record, frozen=True):
     ranks: int
     step_seconds: float
     busy: Mapping[str, float]
-    staleness: Staleness
+    staleness: _Staleness
     tokens_per_second: float
     memory_gib: float  # of the device that needs most
     hours: float
@@ -407,7 +407,7 @@ def _prediction(costs: Costs, report: SimulationReport, grain: int) -> LayoutPre
         ranks=layout.ranks,
         step_seconds=step_seconds,
         busy=busy | {name: round(min(1.0, share), 4) for name, share in others.items()},
-        staleness=Staleness(round(report.mean_staleness, 3), report.staleness_quantile(0.99)),
+        staleness=_Staleness(round(report.mean_staleness, 3), report.staleness_quantile(0.99)),
         tokens_per_second=report.trained_tokens * grain / report.seconds,
         memory_gib=round(memory.most, 2),
         hours=hours,

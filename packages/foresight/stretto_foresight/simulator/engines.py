@@ -117,7 +117,7 @@ class Flight:
 
 
 @dataclass(eq=False)
-class CompletionRow:
+class _CompletionRow:
     """A completion that runs or waits in an engine. `member`: its index in the group. `entered`: tick at which it
     entered last; `before`: versions of the tokens that it had sampled before that tick, if it was preempted."""
 
@@ -154,8 +154,8 @@ class SimulatedEngine:
         self._clock, self._durations, self._limits = clock, durations, limits
         self._ended, self._loaded, self._spans = ended, loaded, spans
         self._tick, self._at, self._step = 0.0, 0.0, 1.0  # the tick at time `_at`, which is in the future in a pause
-        self._running: list[tuple[float, int, CompletionRow]] = []  # heap by the tick at which they end
-        self._waiting: deque[CompletionRow] = deque()
+        self._running: list[tuple[float, int, _CompletionRow]] = []  # heap by the tick at which they end
+        self._waiting: deque[_CompletionRow] = deque()
         self._entered = 0
         self._cached = 0.0
         self._switches: list[tuple[float, int]] = []  # ticks at which versions became the current one
@@ -165,7 +165,7 @@ class SimulatedEngine:
     def start(self, flight: Flight) -> None:
         """Queue the completions of a group, and run as many as there is room for."""
         self.load += len(flight.lengths)
-        self._waiting.extend(CompletionRow(flight, member) for member in range(len(flight.lengths)))
+        self._waiting.extend(_CompletionRow(flight, member) for member in range(len(flight.lengths)))
         self._go_on()
 
     def stop(self, flight: Flight) -> list[int]:
@@ -235,10 +235,10 @@ class SimulatedEngine:
 
     # ── ticks ────────────────────────────────────────────────────────────────────────────────────
 
-    def _rows(self) -> Iterator[CompletionRow]:
+    def _rows(self) -> Iterator[_CompletionRow]:
         return (row for _, _, row in self._running)
 
-    def _context(self, row: CompletionRow) -> float:
+    def _context(self, row: _CompletionRow) -> float:
         return row.flight.prompt + (len(row.before) + self._tick - row.entered) * self._limits.grain
 
     def _own_contexts(self) -> Iterator[float]:
@@ -360,7 +360,7 @@ class SimulatedEngine:
         self._waiting.appendleft(row)
         self.preempted += 1
 
-    def _versions(self, row: CompletionRow, tokens: int) -> tuple[int, ...]:
+    def _versions(self, row: _CompletionRow, tokens: int) -> tuple[int, ...]:
         """Return the version that sampled each of the `tokens` tokens of a row since its entry. Token t is sampled at
         tick ``entered + t``."""
         behind = len(self._switches)
