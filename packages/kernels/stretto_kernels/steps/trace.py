@@ -57,7 +57,7 @@ _SHAPE_QUESTIONS = frozenset(
 )
 
 
-class NotTracedError(Exception):
+class _NotTracedError(Exception):
     """The forward of a module cannot be traced; the text is the reason. `trace` raises no such error."""
 
 
@@ -145,7 +145,7 @@ class _Recorder(TorchFunctionMode):
         versions = [tensor._version for tensor in tensors]
         result = func(*args, **kwargs)
         if versions != [tensor._version for tensor in tensors]:
-            raise NotTracedError(f"{func.__name__} writes in place")
+            raise _NotTracedError(f"{func.__name__} writes in place")
         if isinstance(result, Tensor) and func.__name__ != "__get__":
             if id(result) not in self._nodes and not any(result is tensor for tensor in tensors):
                 self.name(result, self._write(func, args, kwargs))
@@ -154,7 +154,7 @@ class _Recorder(TorchFunctionMode):
             for place, part in enumerate(result):
                 self.name(part, self.graph.call_function(operator.getitem, (node, place)))
         elif func.__name__ not in _SHAPE_QUESTIONS or isinstance(result, Tensor):
-            raise NotTracedError(f"{func.__name__} gives {type(result).__name__}")
+            raise _NotTracedError(f"{func.__name__} gives {type(result).__name__}")
         return result
 
     def _write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
@@ -229,18 +229,18 @@ def _made_up(model: PreTrainedModel, tokens: int) -> tuple[Tensor, Tensor]:
 
 def _unite(first: _Recorder, second: _Recorder) -> Graph:
     """The graph of the first recording, changed in place: numbers that differ between the recordings become the step's
-    number of tokens or rows. Raises NotTracedError if the recordings differ in anything else."""
+    number of tokens or rows. Raises _NotTracedError if the recordings differ in anything else."""
     nodes = list(zip(first.graph.nodes, second.graph.nodes, strict=False))
     (tokens, rows), (tokens_2, rows_2) = _TRACED
     sizes = {(tokens, tokens_2): first.inputs["tokens"], (-rows, -rows_2): first.inputs["last"]}
     twins = dict(nodes)
     if len(first.graph.nodes) != len(second.graph.nodes):
-        raise NotTracedError("it makes more calls for more tokens")
+        raise _NotTracedError("it makes more calls for more tokens")
     for one, two in nodes:
         ours, theirs = first.constants.get(one), second.constants.get(two)
         same = ours is theirs or (isinstance(ours, Rule) and ours == theirs)
         if (one.op, one.target) != (two.op, two.target) or not same:
-            raise NotTracedError(f"it calls {one.target} for few tokens and {two.target} for more")
+            raise _NotTracedError(f"it calls {one.target} for few tokens and {two.target} for more")
         one.args = _united(one.args, two.args, sizes, twins)
         one.kwargs = _united(one.kwargs, two.kwargs, sizes, twins)
     return first.graph
@@ -248,7 +248,7 @@ def _unite(first: _Recorder, second: _Recorder) -> Graph:
 
 def _united(one: Any, two: Any, sizes: Mapping[tuple[int, int], Node], twins: Mapping[Node, Node]) -> Any:
     """An argument of both recordings: `one`, in which pairs of numbers in `sizes` are replaced by their node. `twins`:
-    node of the second recording by that of the first. Raises NotTracedError if they differ in anything else."""
+    node of the second recording by that of the first. Raises _NotTracedError if they differ in anything else."""
     if isinstance(one, Node):
         if twins[one] is two:
             return one
@@ -263,12 +263,12 @@ def _united(one: Any, two: Any, sizes: Mapping[tuple[int, int], Node], twins: Ma
         return one
     elif isinstance(one, int) and isinstance(two, int) and (one, two) in sizes:
         return sizes[one, two]
-    raise NotTracedError(f"{one} for few tokens and {two} for more")
+    raise _NotTracedError(f"{one} for few tokens and {two} for more")
 
 
 @torch.inference_mode()
 def _compare(model: PreTrainedModel, traced: Forward) -> None:
-    """Run module and trace on made-up tokens; NotTracedError if their logits differ in shape or dtype, or by more than
+    """Run module and trace on made-up tokens; _NotTracedError if their logits differ in shape or dtype, or by more than
     rounding."""
     for tokens, rows in _COMPARED:
         token_ids, positions = _made_up(model, tokens)
@@ -276,7 +276,7 @@ def _compare(model: PreTrainedModel, traced: Forward) -> None:
             forward(token_ids, positions, _StandIn(), tokens, -rows) for forward in (module_forward(model), traced)
         )
         if found.shape != expected.shape or found.dtype != expected.dtype:
-            raise NotTracedError(f"logits {tuple(found.shape)} instead of {tuple(expected.shape)}")
+            raise _NotTracedError(f"logits {tuple(found.shape)} instead of {tuple(expected.shape)}")
         allowed = 64 * torch.finfo(expected.dtype).eps * max(1.0, float(expected.abs().max()))
         if not float((found - expected).abs().max()) <= allowed:
-            raise NotTracedError(f"its logits differ by {float((found - expected).abs().max()):.1e}")
+            raise _NotTracedError(f"its logits differ by {float((found - expected).abs().max()):.1e}")
