@@ -62,7 +62,7 @@ class Learner:
         Args:
             data: the sequences with their targets.
             loss: name of a loss of `compute.losses`.
-            config: all its settings (`Loss.configured`).
+            config: all its settings, the defaults included.
 
         Raises:
             RefusedRequest: the loss is not finite, or does not exist.

@@ -24,7 +24,7 @@ _CLIPPED = {**_POLICY, "clip_low_threshold": False, "clip_high_threshold": False
 
 
 @dataclass(frozen=True)
-class Loss:
+class _Loss:
     """A loss.
 
     Attributes:
@@ -97,13 +97,13 @@ def _gspo(logprobs_N: Tensor, inputs: Inputs, config: Config) -> Tensor:
     return _ppo_of(torch.exp(mean + logprobs_N - logprobs_N.detach()), inputs, config)
 
 
-LOSSES: dict[str, Loss] = {
-    "cross_entropy": Loss({"target_tokens": True, "weights": False}, {}, _cross_entropy, several=True),
-    "importance_sampling": Loss(_POLICY, {}, _importance_sampling),
-    "ppo": Loss(_CLIPPED, _CLIPS, _ppo),
-    "cispo": Loss(_CLIPPED, _CLIPS, _cispo),
-    "dro": Loss(_POLICY, {"beta": 0.05}, _dro),
-    "gspo": Loss({**_CLIPPED, "sequence_ratio_mask": True}, _CLIPS, _gspo),
+LOSSES: dict[str, _Loss] = {
+    "cross_entropy": _Loss({"target_tokens": True, "weights": False}, {}, _cross_entropy, several=True),
+    "importance_sampling": _Loss(_POLICY, {}, _importance_sampling),
+    "ppo": _Loss(_CLIPPED, _CLIPS, _ppo),
+    "cispo": _Loss(_CLIPPED, _CLIPS, _cispo),
+    "dro": _Loss(_POLICY, {"beta": 0.05}, _dro),
+    "gspo": _Loss({**_CLIPPED, "sequence_ratio_mask": True}, _CLIPS, _gspo),
 }
 _NOT_SERVED = {
     "dpo": "it reads pairs; the cookbook's is a function, on the client's side (forward_backward_custom)",
@@ -112,7 +112,7 @@ _NOT_SERVED = {
 }
 
 
-def loss_of(name: str) -> Loss:
+def loss_of(name: str) -> _Loss:
     """Find a loss by name.
 
     Raises:

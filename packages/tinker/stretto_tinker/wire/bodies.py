@@ -94,7 +94,7 @@ class OfSession(_Typed, frozen=True):
     session_id: str
 
 
-class EndReason(msgspec.Struct, frozen=True):
+class _EndReason(msgspec.Struct, frozen=True):
     """Reason why a client ends its session; `type` is one of `FINISHED`, or is refused."""
 
     type: str = "success"
@@ -103,7 +103,7 @@ class EndReason(msgspec.Struct, frozen=True):
 class EndSession(msgspec.Struct, frozen=True):
     """Body of ``sessions/ID/finish``: the client ends its session. `detail` is ignored"""
 
-    reason: EndReason = EndReason()
+    reason: _EndReason = _EndReason()
     detail: str | None = None
 
 
@@ -228,17 +228,17 @@ class JoinSampler(_Typed, frozen=True):
     sampling_session_id: str
 
 
-class TextChunk(msgspec.Struct, frozen=True):
-    """A part of a prompt. Any `type` is decoded; `PromptTokens.token_ids` refuses all but "encoded_text"."""
+class _TextChunk(msgspec.Struct, frozen=True):
+    """A part of a prompt. Any `type` is decoded; `_PromptTokens.token_ids` refuses all but "encoded_text"."""
 
     type: str = "encoded_text"
     tokens: tuple[int, ...] = ()
 
 
-class PromptTokens(msgspec.Struct, frozen=True):
+class _PromptTokens(msgspec.Struct, frozen=True):
     """A prompt as a list of chunks."""
 
-    chunks: tuple[TextChunk, ...]
+    chunks: tuple[_TextChunk, ...]
 
     def token_ids(self) -> tuple[int, ...]:
         """Token ids of all chunks, joined.
@@ -282,7 +282,7 @@ class Sample(_Typed, frozen=True):
     log-probabilities and likeliest tokens, of the prompt or of the samples (`topk_sample_logprobs`);
     `record_stability_info` is refused"""
 
-    prompt: PromptTokens
+    prompt: _PromptTokens
     sampling_params: SamplingParams
     num_samples: int = 1
     base_model: str | None = None

@@ -43,7 +43,7 @@ class Datum:
 
 
 @dataclass(frozen=True)
-class Job:
+class _Job:
     """A decoded request for a forward pass (`forward_only`), or a forward and a backward pass. `seq_id`: number of the
     request for its model. `loss`: name of the loss. `config`: its settings, as the client sent them. `data`: protobuf
     messages `Datum`."""
@@ -75,8 +75,8 @@ class Job:
         return [_datum(message, f"data[{at}]") for at, message in enumerate(self.data)]
 
 
-def parse_job(raw: bytes) -> Job:
-    """Decode the protobuf body of a training request. Its data are decoded later, by `Job.datums`.
+def parse_job(raw: bytes) -> _Job:
+    """Decode the protobuf body of a training request. Its data are decoded later, by `_Job.datums`.
 
     Raises:
         RefusedRequest: the body is not such a message.
@@ -85,7 +85,7 @@ def parse_job(raw: bytes) -> Job:
     config: dict[str, float | str] = {pair.key: pair.value for pair in message.loss_fn_config}
     for pair in message.loss_fn_config_v2:
         config[pair.key] = pair.value.text if pair.value.HasField("text") else pair.value.number
-    return Job(
+    return _Job(
         message.model_id, message.seq_id, message.loss_fn, config, bool(message.forward_only), tuple(message.data)
     )
 
