@@ -91,7 +91,7 @@ class RoleProcess:
             with contextlib.ExitStack() as undo:
                 try:
                     before = self.log.stat().st_size if self.log.exists() else 0
-                    heartbeat = _Heartbeat()
+                    heartbeat = Heartbeat()
                     undo.callback(heartbeat.close)
                     self._process = await self._spawner.start(
                         Spawn(
@@ -112,10 +112,10 @@ class RoleProcess:
             if self._killed_here:  # while the spawner was at work
                 self.kill()
 
-    async def _watched(self, process: RunningProcess, heartbeat: _Heartbeat, before: int) -> str:
-        """Watch the process until its end; returns how it ended, as "was killed by SIGKILL", with the cause that its
-        log tells (`cause_in`). `before`: bytes of the log before its start. It is killed if heartbeats stop for too
-        long (`hung`). After its end, processes left in its process group are killed."""
+    async def _watched(self, process: RunningProcess, heartbeat: Heartbeat, before: int) -> str:
+        """Watch the process until its end; returns how it ended, as "was killed by SIGKILL", with the error that it did
+        not catch. `before`: bytes of the log before its start. It is killed if heartbeats stop for too long (`hung`).
+        After its end, processes left in its process group are killed."""
         end = asyncio.ensure_future(process.wait())
         try:
             while not end.done():
@@ -207,7 +207,7 @@ class RoleProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
 
-class _Heartbeat:
+class Heartbeat:
     """The conductor's end of the pipe for a role's heartbeats (`processes.heartbeat`); made in its event loop. `far`:
     descriptor of the role's end, -1 once it is closed here. `heard`: whether any heartbeat has come."""
 
