@@ -451,6 +451,29 @@ def admitted(scheduler: stretto.Scheduler) -> stretto.Ticket:
     return ticket
 
 
+def test_a_ticket_is_sampled_again_as_soon_as_it_was_cancelled(folder: Path, tmp_path: Path, warm: None) -> None:
+    asked: dict[str, Any] = {"max_tokens": 90, "stop_token_ids": ()}
+    with (
+        stretto.Ledger(tmp_path) as ledger,
+        stretto.Engine.load(folder, apart=True, cache_gib=0.05, ledger=ledger) as engine,
+    ):
+        ticket = admitted(stretto.Scheduler([PROMPT], batch_size=1, group_size=2, ledger=ledger))
+        request = cast(Any, engine)._asked(ticket, 1, None, None, None, asked)
+
+        async def cancelled() -> None:
+            """In the thread of the engine, whose process has no time to notice."""
+            for milliseconds in range(60):
+                sampling = asyncio.create_task(cast(Any, engine)._sampled(request, None))
+                await asyncio.sleep(milliseconds % 15 / 1000)
+                sampling.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await sampling
+
+        background().call(cancelled())
+        again, alone = engine.sample(ticket, **asked), engine.sample(PROMPT, seeds=ticket.seeds, **asked)
+        assert [one.token_ids for one in again] == [one.token_ids for one in alone]
+
+
 def test_a_ticket_brings_its_prompt_and_its_seeds(engine: stretto.Engine, folder: Path, tmp_path: Path) -> None:
     ticket = admitted(stretto.Scheduler([PROMPT], batch_size=1, group_size=2))
     assert engine.sample(ticket, max_tokens=6) == engine.sample(PROMPT, seeds=ticket.seeds, max_tokens=6)

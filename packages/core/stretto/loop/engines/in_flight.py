@@ -77,17 +77,21 @@ class GroupInFlight:
     node: int = 0
     least: int = 0  # oldest version that may sample it
     request_id: str = ""  # id of the open request
+    calls: int = 0  # how often it was generated, cancelled calls included
 
     def request(self, of: GenerateRequest) -> GenerateRequest:
         """Return the next request to send to an engine for this group: `of`, the request for the whole group, for
-        unfinished members only, with their journaled tokens as prefixes. A turn of a session gets a new id.
+        unfinished members only, with their journaled tokens as prefixes. A turn of a session gets a new id,
+        and so does a group that is generated again.
 
         It becomes the *open request*, the only one whose results are accepted.
         """
         self.serial += 1
         self.before = {member: prefix.segment for member, prefix in self.prefixes.items()}
-        # A client may request a turn again before the engine has aborted the first request: ids must differ.
-        self.request_id = f"{of.id}.{self.serial}" if self.session else of.id
+        # A client may request it again before the engine has aborted the first request: ids must differ. No other
+        # group's id ends like this.
+        again = f"{of.id}:{self.calls}" if self.calls > 1 else of.id
+        self.request_id = f"{of.id}.{self.serial}" if self.session else again
         self.members = tuple(member for member in range(len(of.seeds)) if member not in self.ended)
         prefixes = tuple(self.before.get(member, Segment()) for member in self.members)
         seeds = tuple(of.seeds[member] for member in self.members)
@@ -173,6 +177,7 @@ class InFlight:
             DeadlineExceeded: no engine took the request, or none answered, in time.
         """
         group = self._groups.setdefault(request.id, GroupInFlight())
+        group.calls += self._journal is not None  # `Rounds`, which have none, know a group by its id
         try:
             losses = 0
             while len(group.ended) < len(request.seeds):
@@ -181,8 +186,8 @@ class InFlight:
                 try:
                     async for completion in self._engines.generate(group.request(request), least=group.least):
                         member = group.members[completion.member]
-                        if member != completion.member:
-                            completion = msgspec.structs.replace(completion, member=member)
+                        if (completion.request, completion.member) != (request.id, member):
+                            completion = msgspec.structs.replace(completion, request=request.id, member=member)
                         group.ended.setdefault(member, completion)
                     if count := len(request.seeds) - len(group.ended):
                         raise EngineLost("an engine", f"ended {request.id} with {several(count, 'completion')} missing")
