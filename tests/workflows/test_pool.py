@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from stretto.core.errors import RefusedRequest, RewardFunctionError, WorkflowError
+from stretto.core.errors import RefusedRequest, RewardFunctionError, RoleDied, WorkflowError
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Outcome
 from stretto_workflows import worker_process
@@ -325,6 +325,16 @@ def test_a_workflow_that_leaves_out_a_call_that_was_cut_short_is_undecided(bench
     verdict = after.trajectory(MemberEnded(0, 1.0)).verdict
     assert (verdict.outcome, verdict.reward) == (Outcome.UNDECIDED, None)
     assert verdict.reason == "the call 'callpay' of 0.17.0/0 was cut short, and is not made a second time"
+
+
+async def test_what_still_runs_when_the_pool_is_closed_ends_with_it(bench: MakeBench) -> None:
+    made = bench("Waits", members=1, deadline=60.0)
+    async with WorkflowPool(made.config, made.log, spawner=session_server()) as pool:
+        running = asyncio.create_task(pool.run(made.exchange(0)))
+        while not any(worker.load for worker in pool._workers.values()):
+            await asyncio.sleep(0.01)
+    with pytest.raises(RoleDied, match="was closed"):
+        await asyncio.wait_for(running, 10.0)
 
 
 def test_a_run_in_which_most_trajectories_fail_stops_with_the_reason(bench: MakeBench) -> None:

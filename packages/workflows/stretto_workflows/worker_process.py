@@ -240,9 +240,12 @@ class WorkflowProcess:
         self._reading = asyncio.create_task(self._read())
 
     async def stop(self) -> None:
-        """Kill the process and its descendants, and remove the cgroups of their sandboxes."""
+        """Kill the process and its descendants, and remove the cgroups of their sandboxes. Calls of `run` raise
+        WorkerLost."""
         if self._reading is not None:
             await cancel_and_wait([self._reading])
+        if not self.lost.done():
+            self.lost.set_result("was stopped")
         for timer in (*self._given_up.values(), *self._left_behind.values()):
             timer.cancel()
         self._channel.close()
