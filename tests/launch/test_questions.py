@@ -279,6 +279,17 @@ def test_rows_of_one_number_in_two_files_stay_apart(policy: Path, tmp_path: Path
     ]  # no workflow, nothing to mistake
 
 
+def test_a_workflow_gets_the_template_arguments_of_each_question(policy: Path, tmp_path: Path) -> None:
+    data = rows_of(tmp_path / "rows.jsonl", ("1+1=", "2", 0), ("1+2=", "3", 0), ("1+3=", "4", 0))
+    task, again = ({"data": data, "template_arguments": {"sign": sign}} for sign in "-+")
+    sets = [{"name": "again", "source": again}]
+    sources = {"kind": "dataset", "sources": [task | {"held_out": 1}]}
+    plan = planned(policy, sources, workflow=PLAY, evaluation={"sets": sets})
+    asked = [*plan.training, *plan.held_out, *(prompt for _, prompts in plan.sets for prompt in prompts)]
+    given = [plan.details.template_arguments[one.id, one.text, one.answer] for one in asked]
+    assert "".join(str(one["sign"]) for one in given) == "---+++"
+
+
 def test_a_new_id_is_never_one_that_a_question_has() -> None:
     rows = [Question(id, f"{at}=", "1") for at, id in enumerate(["a", "a~2", "a", "a", "b"])]
     [found] = with_own_ids([rows], apart=True)

@@ -46,9 +46,9 @@ def spelt(text: str, *, end: bool = True) -> tuple[int, ...]:
 
 
 def played(
-    config: WorkflowConfig, script: Script, tmp_path: Path, *, chat: bool = True
+    config: WorkflowConfig, script: Script, tmp_path: Path, *, chat: bool = True, **arguments: object
 ) -> tuple[Trajectory, list[tuple[int, ...]]]:
-    """One trajectory, and the prompts of its turns."""
+    """One trajectory, and the prompts of its turns. `arguments`: of the chat template."""
     asked: list[tuple[int, ...]] = []
     record = MemoryRecord()
 
@@ -65,8 +65,8 @@ def played(
             score, TOKENIZER.decode, plain, TemplateRendering(TOKENIZER), Sampling(64), 4096, verdict, config
         )
         key = ("17", "3+4=", "7")
-        tokens = TOKENIZER.encode_chat(MESSAGES) if chat else spelt("3+4=", end=False)
-        details = QuestionDetails(chats={key: MESSAGES} if chat else {})
+        tokens = TOKENIZER.encode_chat(MESSAGES, **arguments) if chat else spelt("3+4=", end=False)
+        details = QuestionDetails({}, {key: MESSAGES} if chat else {}, {key: arguments})
 
         def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
             return Session(id, prompt, seed, sample, record)
@@ -112,11 +112,12 @@ def test_tools_are_called_as_the_template_has_them(tmp_path: Path) -> None:
     assert [tuple(path.token_ids[:at].tolist()) for at in begins] == asked  # trained behind what it was sampled behind
 
 
-def test_the_prompt_of_every_turn_has_the_tools_that_it_offers(tmp_path: Path) -> None:
+def test_every_turn_has_the_tools_that_it_offers_and_the_template_arguments_of_its_question(tmp_path: Path) -> None:
     config = WorkflowConfig(function="tests.workflows.users_own:Offers")
-    trajectory, asked = played(config, lambda text: "7", tmp_path)
+    trajectory, asked = played(config, lambda text: "7", tmp_path, enable_thinking=False)
     spelt = [TOKENIZER.spell(prompt) for prompt in asked]
     assert [text.count("Adds two numbers.") for text in spelt] == [0, 1, 1, 1, 0]
+    assert all(text.endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n") for text in spelt)
     for before, behind in ((1, 2), (2, 3)):  # what was said is not encoded again
         assert asked[behind][: len(asked[before])] == asked[before]
     assert [one.cause for one in trajectory.segments if one.cause] == ["tools_changed", "subagent"]

@@ -17,7 +17,7 @@ from stretto.core.states import why_no_reward
 from stretto.rollout.single_turn import Detokenize, Score
 from stretto.rollout.workflow import WorkflowConfig
 from stretto_verify.thoughts import with_opening
-from stretto_workflows.rendering import Rendering, Tools
+from stretto_workflows.rendering import Rendering, TemplateRendering, Tools
 from stretto_workflows.session import Session
 from stretto_workflows.task import TurnReply, WorkflowTask
 from stretto_workflows.wire import CallOrder, MemberEnded, OrderDone, ScoreOrder, TurnOrder
@@ -40,7 +40,7 @@ class Services:
     score: Score
     detokenize: Detokenize
     plain: Rendering
-    template: Rendering | None
+    template: TemplateRendering | None
     sampling: Sampling
     context: int
     verdict: Callable[[float], Verdict]

@@ -274,4 +274,7 @@ class WorkflowGroups:
         session = self.open_session(id, prompt.token_ids, seed)
         task = task_of(self.questions, prompt, member, seed, seed if group_seed is None else group_seed)
         rendering = self.services.template if self.questions.is_chat(prompt) else None
+        arguments = self.questions.template_arguments.get((prompt.id, prompt.text, prompt.answer))
+        if rendering is not None and arguments:
+            rendering = rendering.given(arguments)
         return await self.pool.run(Exchange(session, prompt, task, self.services, rendering))

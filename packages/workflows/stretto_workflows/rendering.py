@@ -59,9 +59,14 @@ class TemplateRendering:
     """Rendering by the chat template of the model's tokenizer; thoughts and tool calls are parsed in its format. The
     methods are those of `PlainRendering`."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template, self._renderer = template, Renderer(template)
+    def __init__(self, template: ChatTemplate, arguments: Mapping[str, Any] | None = None) -> None:
+        """`template`: tokenizer with a chat template. `arguments`: of the template; None: none."""
+        self._template, self._renderer = template, Renderer(template, arguments)
         self._form = form_of(template.chat_template)
+
+    def given(self, arguments: Mapping[str, Any]) -> TemplateRendering:
+        """Return the rendering with these arguments of the template."""
+        return TemplateRendering(self._template, arguments)
 
     def prompt(
         self, messages: Sequence[ChatMessage], known: int, held: Tokens, tools: Tools, told: Tools = ()

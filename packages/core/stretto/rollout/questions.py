@@ -82,7 +82,7 @@ def with_own_ids(parts: Iterable[Sequence[Question]], *, apart: bool) -> Iterato
     Args:
         parts: questions for training, held-out ones, those of each further set.
         apart: an id is taken too if an earlier question of any part has the same id, prompt and gold answer, but other
-            fields or messages. Then `Question.key` identifies the data of a question.
+            fields, messages or arguments of the template. Then `Question.key` identifies the data of a question.
 
     >>> rows = [Question("a:1", "3+8=", "11"), Question("a:1", "9-2=", "7"), Question("a:2", "1+1=", "2")]
     >>> [one.id for part in with_own_ids([rows], apart=True) for one in part]
@@ -93,7 +93,7 @@ def with_own_ids(parts: Iterable[Sequence[Question]], *, apart: bool) -> Iterato
         found, taken = list[Question](), set[str]()
         for question in questions:
             own, tries = question, 1
-            data = (question.fields, question.messages, question.as_chat)
+            data = (question.fields, question.messages, question.as_chat, question.template_arguments)
             while own.id in taken or (apart and known.setdefault(own.key, data) != data):
                 tries += 1
                 own = replace(question, id=f"{question.id}~{tries}")

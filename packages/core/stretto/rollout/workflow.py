@@ -56,10 +56,12 @@ class WorkflowReady(Record, frozen=True, tag=True):
 @dataclass(frozen=True)
 class QuestionDetails:
     """Data of questions for workflows, beside their prompts, by id, prompt text and gold answer (`Question.key`).
-    `fields`: further fields of each row, as a JSON object. `chats`: messages of questions that are chats."""
+    `fields`: further fields of each row, as a JSON object. `chats`: messages of questions that are chats.
+    `template_arguments`: arguments of the chat template, for those chats that have any."""
 
     fields: Mapping[tuple[str, str, str], str] = field(default_factory=dict)
     chats: Mapping[tuple[str, str, str], Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    template_arguments: Mapping[tuple[str, str, str], Mapping[str, Any]] = field(default_factory=dict)
 
     def is_chat(self, prompt: Prompt) -> bool:
         """Whether the question of this prompt is a chat, which the chat template has rendered."""

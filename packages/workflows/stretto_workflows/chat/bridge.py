@@ -217,8 +217,9 @@ class Renderer:
     """Renders conversations by a chat template. Tools are described in the system message if the template does not read
     `tools`."""
 
-    def __init__(self, template: ChatTemplate) -> None:
-        self._template = template
+    def __init__(self, template: ChatTemplate, arguments: Mapping[str, Any] | None = None) -> None:
+        """`template`: tokenizer with a chat template. `arguments`: of the template; None: none."""
+        self._template, self._arguments = template, arguments or {}
         self._form = form_of(template.chat_template)
         self._knows_tools = "tools" in template.chat_template
 
@@ -279,7 +280,7 @@ class Renderer:
 
     def _render(self, written: Sequence[Mapping[str, Any]], tools: Sequence[Tool], *, opening: bool) -> str:
         offered = {"tools": [tool.function for tool in tools]} if tools and self._knows_tools else {}
-        return self._template.render_chat(written, opening=opening, **offered)
+        return self._template.render_chat(written, opening=opening, **{**self._arguments, **offered})
 
     def _written(self, history: Sequence[Message]) -> list[dict[str, Any]]:
         """Convert messages to dicts for the template; if it has no tools, calls become text, and results, joined, user

@@ -421,7 +421,8 @@ def _difference(first: Row, row: Row, takes: Sequence[str] | None) -> str:
 
 
 def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer) -> QuestionDetails:
-    """Collect the further fields and the chats of questions for a workflow; empty without a workflow."""
+    """Collect the further fields of questions, the chats and their arguments of the template, for a workflow; empty
+    without one."""
     if recipe.workflow is None:
         return QuestionDetails()
     chats = {
@@ -429,7 +430,8 @@ def _details(recipe: Recipe, questions: Sequence[Question], tokenizer: Tokenizer
         for row in questions
         if row.messages or (row.as_chat and tokenizer.has_chat_template)
     }
-    return QuestionDetails({row.key: row.fields for row in questions if row.fields}, chats)
+    arguments = {row.key: dict(row.template_arguments) for row in questions if row.template_arguments}
+    return QuestionDetails({row.key: row.fields for row in questions if row.fields}, chats, arguments)
 
 
 def _plain(questions: Sequence[Question]) -> str | None:
