@@ -1,6 +1,7 @@
 """Promises: an engine samples only with the whole weights of the version that it stamps, and only if that version has
 answered its challenge. An error at any call of an update, in the load or in the proof, leaves either the earlier
-version whole, or an engine that takes no step until a version is loaded and proven.
+version whole, or an engine that takes no step, and scores nothing, until a version is loaded and proven. Where only the
+caller can load one, nobody waits for it.
 """
 
 import asyncio
@@ -19,9 +20,9 @@ from torch import Tensor
 
 import stretto
 from stretto.core.canary import Canary, Challenge
-from stretto.core.errors import TornPublication, UnprovenWeights
+from stretto.core.errors import EngineLost, TornPublication, UnprovenWeights
 from stretto.engine.native.engine import NativeEngine
-from stretto.engine.native.generation import Generation
+from stretto.engine.native.generation import Feed, Generation
 from stretto.engine.native.parameters import Parameters
 from stretto.model.hf.build import build_policy
 from tests.engine.answering import engine_of, request
@@ -146,6 +147,33 @@ def test_an_error_at_any_call_of_an_update_ends_the_sampling_until_a_version_is_
     assert faults > doubted
 
 
+async def test_without_a_mailbox_an_engine_in_doubt_keeps_nobody_waiting(small: Path) -> None:
+    whole, feed = published(small, "whole")[0], Feed("engine")
+    generation = Generation(engine_of(small))
+    running = asyncio.create_task(generation.run())
+
+    def ask(name: str) -> None:
+        asked = request(name, prompt=3, stop_token_ids=(), max_tokens=25)
+        generation.submit_to(feed, [asked], every_token=False)
+
+    ask("open")
+    await asyncio.sleep(0)
+    with pytest.raises(NotImplementedError):  # the last parameter cannot be copied
+        generation.load(1, whole | {name: one.to("meta") for name, one in [*whole.items()][-1:]})
+    async with asyncio.timeout(20):
+        [(_, lost)] = (await generation.next(feed))[2]
+        with pytest.raises(EngineLost, match=str(lost)):
+            ask("later")
+        with pytest.raises(EngineLost, match=str(lost)):
+            await generation.score([TEXT])
+        generation.load(1, whole)
+        ask("later")
+        [ended] = (await generation.next(feed))[1]
+        assert (ended.request, *set(ended.versions)) == ("later", 1)
+        assert await generation.score([TEXT]) == [known(small, whole)[1]]
+    running.cancel()
+
+
 def test_weights_that_are_not_finite_fail_their_proof_and_leave_the_next_version_proven(small: Path) -> None:
     both = published(small, "whole")
     engine, canary = engine_of(small), Canary(2, TEXT, known(small, both[0])[1], 1)
@@ -154,6 +182,8 @@ def test_weights_that_are_not_finite_fail_their_proof_and_leave_the_next_version
     assert engine.in_doubt
     assert loaded.scores is not None
     assert not any(map(math.isfinite, loaded.scores.logprobs))
+    with pytest.raises(EngineLost, match="may have the weights of no version"):
+        asyncio.run(generation.score([TEXT]))
     asyncio.run(generation.update(2, Challenge(canary, 1e-4)))
     assert not engine.in_doubt
 

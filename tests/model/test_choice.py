@@ -27,7 +27,6 @@ import os, sys, time
 from pathlib import Path
 import torch
 from stretto.model.kernels import choose
-from stretto_kernels import choices
 from stretto_kernels.steps import matmul
 def unsteady(shape, dtype, kernels):
     time.sleep(0.2)

@@ -38,6 +38,7 @@ MOST_WAITING = MOST_COMPLETIONS
 _TURNS = 3
 
 
+_IN_DOUBT = "may have the weights of no version, since its last update failed; update it again"
 _GRAMMAR_SECONDS = 20.0  # most grammars compile in milliseconds, the worst in one or two seconds
 
 
@@ -205,10 +206,13 @@ class Generation:
 
         Raises:
             RefusedRequest: the request is invalid, or its id is in use.
-            EngineLost: the server is stopping, or too many completions wait.
+            EngineLost: the server is stopping, too many completions wait, or the weights are in doubt and there is no
+                mailbox.
         """
         if self.stopping:
             raise EngineLost(self.engine.name, "is stopping")
+        if self._mailbox is None:  # nobody but the caller would load other weights
+            self._check_proven()
         if request.id in self._listeners:  # finished by the engine, not yet sent
             raise RefusedRequest("id", repr(request.id), "an id that no open request uses")
         if self.engine.waiting and self.engine.waiting + len(request.seeds) > MOST_WAITING:
@@ -270,25 +274,36 @@ class Generation:
     def load(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         """Load weights that the caller has, without a mailbox, as `version`. `tensors`: all parameters by name, or
         adapters (`engine.native.parameters`). Raises TornPublication if they do not fit the model, RefusedRequest if
-        `version` is older than the version in use."""
-        self.engine.update(version, tensors)
-        self._work.set()  # an earlier load may have failed halfway
+        `version` is older than the version in use. Any other error leaves the weights in doubt, and breaks off all open
+        requests."""
+        try:
+            self.engine.update(version, tensors)
+        finally:
+            if self.engine.in_doubt:
+                for listener in self._listeners.values():
+                    listener.break_off(_IN_DOUBT)
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Log-probabilities of all tokens but the first of each text (token ids), by the version in use, at temperature
         1. They are computed in pieces between steps (`NativeEngine.score`), the texts of one call at a time. If a
         version is loaded meanwhile, all are computed again, in one go. Raises RefusedRequest if a text is empty, longer
-        than the context, or has tokens outside the vocabulary."""
+        than the context, or has tokens outside the vocabulary; EngineLost if the weights are in doubt."""
         async with self._scoring:
+            self._check_proven()
             engine, found = self.engine, list[tuple[int, tuple[float, ...]]]()
-            weights = engine.updates, engine.in_doubt
+            updates = engine.updates
             for piece in engine.score(texts):
-                if weights != (engine.updates, engine.in_doubt):
+                self._check_proven()
+                if updates != engine.updates:
                     return joined(engine.score(texts), len(texts))
                 found.append(piece)
                 for _ in range(_TURNS):
                     await asyncio.sleep(0)  # the next step
             return joined(found, len(texts))
+
+    def _check_proven(self) -> None:
+        if self.engine.in_doubt:
+            raise EngineLost(self.engine.name, _IN_DOUBT)
 
     async def health(self) -> EngineHealth:
         """Version, queue length, counters, and the bytes of published versions that were read."""
