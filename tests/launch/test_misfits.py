@@ -2,11 +2,13 @@
 process starts, with the key, its value, what is allowed and a remedy; and nothing else is refused. The laws go over
 every family that a make is known for."""
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import stretto
 from stretto.core.errors import RecipeError
 from stretto.engine.config import CAPABILITIES
 from stretto.launch.preflight.plan import make_plan
@@ -94,6 +96,8 @@ def test_an_output_matrix_that_a_make_skips_is_refused(tmp_path: Path, make: str
         f"{base.path}: tie_word_embeddings: false, and {name} takes the output matrix of {family!r} from the embedding"
     )
     assert told == [f'{found}; allowed: true; or another engine.kind, such as "native"']
+    with pytest.raises(RecipeError, match=re.escape(found)):
+        stretto.Engine.load(base.path, kind=make, addresses=["127.0.0.1:1"], deadlines={"start": 3.0})
     tied = inspect_model_folder(folder_of(tmp_path / "tied", family, tie_word_embeddings=True))
     check_model(recipe_of(tied.path, make), tied)
 

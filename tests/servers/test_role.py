@@ -1,13 +1,18 @@
 """Promises of the adapter's process: the server that it starts does not get the key of its own clients, and has its
-port to itself; the folder of a model that is served as it is stays as it was."""
+port to itself; the folder of a model that is served as it is stays as it was; what a make computes or tells otherwise
+than stretto, as log-probabilities beside filters or attention beyond a window, is not asked of it."""
 
+import itertools
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from stretto.core.errors import EngineLost, RoleDied
+import stretto
+from stretto.core.errors import EngineLost, RefusedRequest, RoleDied
+from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import CAPABILITIES, EngineConfig
 from stretto.engine.wire import ENGINE_KEY, EngineSpec
 from stretto.model.hf.build import build_policy
@@ -16,7 +21,7 @@ from stretto_servers.make import Launch
 from stretto_servers.role import _engine, play
 from stretto_servers.worker.advance import Advance
 from tests.servers.toy import ToyServer
-from tests.tiny_policy import SMALL
+from tests.tiny_policy import SMALL, make_of_family
 
 
 class Telling(ToyServer):
@@ -75,6 +80,41 @@ async def test_nobody_takes_the_port_of_a_server_before_it_listens(tmp_path: Pat
     assert (tmp_path / "stranger").read_text() == "refused\n"
 
 
+FILTERS: dict[str, Any] = {"top_p": 0.9, "top_k": 3, "min_p": 0.1}
+
+
+class Unfiltered(Telling):
+    """A make whose log-probabilities do not follow filters, and whose server is ready."""
+
+    capabilities = CAPABILITIES["sglang"]
+
+    async def ready(self) -> bool:
+        return True
+
+
+def test_filters_that_the_log_probabilities_of_a_make_do_not_follow_are_refused(tmp_path: Path) -> None:
+    build_policy(SMALL, tmp_path, seed=1)
+    make, address = "tests.servers.test_role:Unfiltered", ["127.0.0.1:1"]
+    scheduler = stretto.Scheduler([(2, 3)], batch_size=1, group_size=2)
+    with stretto.Engine.load(tmp_path, kind=make, addresses=address) as engine:
+        for asked, (name, value) in itertools.product(((2, 3), scheduler.admit()), FILTERS.items()):
+            with pytest.raises(RefusedRequest, match=f"{name}: {value}, and the log-probabilities of SGLang do not"):
+                engine.submit(asked, **{name: value})
+        with pytest.raises(RefusedRequest, match=r"top_p: 0\.5"):
+            engine.generate("3", top_p=0.5)
+
+
+@pytest.mark.parametrize(("kind", "longest"), [("vllm", 31), ("sglang", 11)])
+async def test_no_sequence_goes_beyond_a_window_that_a_make_does_not_compute(
+    tmp_path: Path, kind: str, longest: int
+) -> None:
+    build_policy(SMALL, tmp_path, seed=1)
+    make_of_family(tmp_path, "mistral", {"sliding_window": 12}, SMALL, seed=1)
+    engine = await _engine(EngineSpec("", "", str(tmp_path), "", "", "", 1, 0.0), EngineConfig(kind=kind), ToyServer())
+    with pytest.raises(RefusedRequest, match=f"prompt_token_ids: 32 tokens; at most {longest}"):
+        engine.submit_all([GenerateRequest("0", (2,) * 32, (1,), Sampling(max_tokens=2))])
+
+
 class Counting(ToyServer):
     """Its worker counts what it reads beside the weights."""
 
@@ -93,7 +133,7 @@ async def test_the_folder_of_a_model_that_is_served_as_it_is_has_no_file_more(tm
     server.refuses_load = refuses
     if refuses:
         with pytest.raises(EngineLost, match="no weights in"):
-            await _engine(spec, EngineConfig(), server)
+            await _engine(spec, EngineConfig(kind="vllm"), server)
     else:
-        assert (await _engine(spec, EngineConfig(), server)).version == 0
+        assert (await _engine(spec, EngineConfig(kind="vllm"), server)).version == 0
     assert sorted(tmp_path.iterdir()) == before

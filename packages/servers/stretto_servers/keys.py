@@ -13,11 +13,11 @@ from transformers import AutoConfig
 from stretto.core.errors import Problem, RecipeError
 from stretto.engine.config import Capabilities, EngineConfig, capabilities_of, release_of
 from stretto.launch.recipe.recipe import Recipe
-from stretto.model.attention_support import windows
 from stretto.model.hf.inspection import ModelFolder
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.processes.http.reach import names_loopback
 from stretto_servers.checks import check_running_servers
+from stretto_servers.staging import window_lacking
 
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
 _LARGEST_PORT = 65_535
@@ -137,19 +137,25 @@ def check_model(recipe: Recipe, base: ModelFolder) -> None:
     Raises:
         RecipeError: the server skips the model's output matrix, or has no such kernel.
     """
-    if recipe.engine.kind == "native":
-        return
-    make = capabilities_of(recipe.engine.kind)
-    if problems := [*_head_dim(recipe, base, make), *_untied_head(base, make)]:
+    if recipe.engine.kind != "native":
+        place = "model.build.head_dim" if recipe.model.build is not None else ""
+        check_engine(recipe.engine, base, place, here=recipe.cluster.placer == "local")
+
+
+def check_engine(config: EngineConfig, base: ModelFolder, place: str = "", *, here: bool = True) -> None:
+    """Check a model as `check_model` does, without a recipe, for an engine that is not native. `place`: key of the head
+    size, for messages; "": the folder's. `here`: the server runs on this machine. Raises RecipeError as `check_model`
+    does."""
+    make = capabilities_of(config.kind)
+    heads = _head_dim(config, base, make, place or f"{base.path}: head_dim") if here else ()
+    if problems := [*heads, *_untied_head(base, make)]:
         raise RecipeError(problems)
 
 
-def _head_dim(recipe: Recipe, base: ModelFolder, make: Capabilities) -> Iterator[Problem]:
-    config = recipe.engine
-    if config.addresses or recipe.cluster.placer != "local" or not config.on_cpu:
+def _head_dim(config: EngineConfig, base: ModelFolder, make: Capabilities, place: str) -> Iterator[Problem]:
+    if config.addresses or not config.on_cpu:
         return
     if make.cpu_head_dims and base.head_dim not in make.cpu_head_dims:
-        place = "model.build.head_dim" if recipe.model.build is not None else f"{base.path}: head_dim"
         allowed = ", ".join(map(str, make.cpu_head_dims))
         found = f"{base.head_dim}, for which {make.name} has no attention on a processor"
         yield Problem(place, found, f"allowed: {allowed}")
@@ -177,9 +183,9 @@ def check_window(recipe: Recipe, base: ModelFolder, longest: int) -> None:
     """
     if recipe.engine.kind == "native":
         return
-    make, config = capabilities_of(recipe.engine.kind), AutoConfig.from_pretrained(base.path, local_files_only=True)
-    kind, window = config.get_text_config().model_type, min(windows(config), default=longest)
-    if kind in make.without_window and window < longest:
+    make, window = capabilities_of(recipe.engine.kind), window_lacking(recipe.engine.kind, base.path)
+    if window is not None and window < longest:
+        kind = AutoConfig.from_pretrained(base.path, local_files_only=True).get_text_config().model_type
         found = f"{window}, and {make.name} computes {kind!r} without it; sequences have up to {longest} tokens"
         remedy = f"allowed: sequences of up to {window} tokens (sampling.max_tokens, shorter prompts); or {_ANOTHER}"
         raise RecipeError([Problem(f"{base.path}: sliding_window", found, remedy)])

@@ -36,7 +36,7 @@ from stretto_servers.engine import ExternalEngine, Limits
 from stretto_servers.http import JsonServer
 from stretto_servers.make import Make, Room, launch_of, make_of
 from stretto_servers.server import GivenServer, Server, ServerProcess, lost, port_of, reserve_port, until_ready
-from stretto_servers.staging import FolderAsItIs, StagedWeights
+from stretto_servers.staging import FolderAsItIs, StagedWeights, window_lacking
 from stretto_servers.worker.advance import remove_counters
 
 _REPLY_SECONDS = 60.0
@@ -99,7 +99,8 @@ async def _started(spec: EngineSpec, config: EngineConfig, port: int) -> ServerP
 async def _engine(spec: EngineSpec, config: EngineConfig, wire: Make) -> ExternalEngine:
     folder = inspect_model_folder(Path(spec.model))
     served = await wire.describe()
-    context = min(folder.context_length, served.context_length or folder.context_length)
+    lengths = (folder.context_length, served.context_length, window_lacking(config.kind, folder.path))
+    context = min(length for length in lengths if length)
     limits = Limits(folder.vocab_size, context, config.slots, most_connections())
     stop_texts = StopTexts(partial(load_tokenizer, spec.model))
     if not spec.publication_seconds:  # no trainer; a server that was already running may have other weights

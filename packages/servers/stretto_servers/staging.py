@@ -11,9 +11,12 @@ from typing import Any
 
 from safetensors import safe_open
 from torch import Tensor
+from transformers import AutoConfig
 
 from stretto.core.canary import TensorDigest
 from stretto.core.errors import WireError
+from stretto.engine.config import capabilities_of
+from stretto.model.attention_support import windows
 from stretto.weights.shared_memory import DTYPES, SharedMemorySubscriber, digest_of_tensor
 from stretto_servers.worker.readback import Sums, sums_of
 
@@ -144,3 +147,13 @@ def _link(place: Path, target: Path) -> None:
     new.unlink(missing_ok=True)
     os.symlink(target, new)
     new.replace(place)
+
+
+def window_lacking(kind: str, folder: Path) -> int | None:
+    """The smallest sliding window, in tokens, of the model in a folder, if servers of the make `kind` compute the model
+    without it: longer sequences get other log-probabilities than the trainer's. None: they compute it, or there is
+    none."""
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if config.get_text_config().model_type not in capabilities_of(kind).without_window:
+        return None
+    return min(windows(config), default=None)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 import weakref
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from importlib.util import find_spec
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Self, TypedDict, Unpack
@@ -17,7 +15,7 @@ from msgspec.structs import replace
 
 from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest, nearest
 from stretto.core.records import Completion, GenerateRequest, Sampling, derive_seed
-from stretto.engine.config import EngineConfig, capabilities_of
+from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.loop.config import DeadlinesConfig
 from stretto.model.decode.policy import CACHED_ATTENTION
@@ -45,7 +43,7 @@ from stretto_verbs.background import await_end, background
 from stretto_verbs.completion import TextCompletion, mark_of
 from stretto_verbs.ledger import TURN, FolderLedger, TicketsInFlight, turn_seeds
 from stretto_verbs.models import MODEL, Lora, PolicyWeights, SharedModel, check_base, lora_of
-from stretto_verbs.source import SourceApart, SourceHere
+from stretto_verbs.source import SourceApart, SourceHere, check_place
 
 _END_SECONDS = 7.0
 _LEDGER = instance(FolderLedger, "a stretto.Ledger").or_none
@@ -150,7 +148,7 @@ class LocalEngine:
         waits = checked(deadlines or {}, "Engine.load: deadlines", DeadlinesConfig)
         apart = apart or config.count > 1 or config.kind != "native"
         adapters = lora_of(lora, "Engine.load: lora")
-        _check_place(config, shared=isinstance(model, SharedModel), apart=apart, lora=adapters is not None)
+        check_place(config, model, apart=apart, lora=adapters is not None)
         if isinstance(model, SharedModel):
             source = SourceHere(_beside(model, adapters, config), fixed=adapters is None)
             return cls(source, model.tokenizer, model.folder, ledger)
@@ -387,13 +385,15 @@ class LocalEngine:
         self, prompt: str | tuple[int, ...], seeds: Sequence[int], settings: SamplingSettings
     ) -> GenerateRequest:
         """Check the settings, and return the request for one completion per seed, under a new id. Raises DataError if a
-        setting does not exist or has the wrong type, or the tokenizer does not know a character."""
+        setting does not exist or has the wrong type, or the tokenizer does not know a character; RefusedRequest for
+        filters that the engine's log-probabilities do not follow."""
         _check_settings(settings)
         given: dict[str, Any] = {"max_tokens": MOST_TOKENS, "stop_token_ids": self.tokenizer.eos_token_ids, **settings}
         given = {name: plain(value) for name, value in given.items()}
         stop, likeliest = given.pop("stop", ()), given.pop("top_logprobs", 0)
         given["stop_token_ids"] = tuple(map(plain, given["stop_token_ids"]))
         sampling = Sampling(stop=(stop,) if isinstance(stop, str) else tuple(stop), **given)
+        self._source.check_sampling(sampling)
         self._requests += 1
         name, tokens = str(self._requests), self._tokens(prompt)
         return GenerateRequest(name, tokens, tuple(seeds), sampling, top_logprobs=likeliest)
@@ -436,33 +436,6 @@ def _beside(model: SharedModel, lora: LoraConfig | None, config: EngineConfig) -
     own = None if lora is None else lora.model_copy(update={"alpha": lora.rank})
     view, tokenizer = model.view(own, CACHED_ATTENTION), model.tokenizer
     return NativeEngine(view, config, detokenizer=lambda: tokenizer, grammars=partial(Grammars, lambda: tokenizer))
-
-
-def _check_place(config: EngineConfig, *, shared: bool, apart: bool, lora: bool) -> None:
-    """Raise RecipeError, with each mistake, if settings of `Engine.load` cannot be combined, the package of the
-    engine's kind is not installed, or its interpreter is missing. `shared`: the model is a shared one; `apart`: the
-    engine has a process of its own; `lora`: adapters are asked for."""
-    found = list[Problem]()
-    if shared and apart:
-        told = "a model in the memory of this process"
-        found.append(Problem("Engine.load: model", told, "give its folder, or leave `apart`, `count` and `kind` out"))
-    if lora and not shared:
-        remedy = "leave it out: the engine takes adapters of any rank"
-        found.append(Problem("Engine.load: lora", "is for a shared model", remedy))
-    of_servers = [name for name in ("python", "arguments", "addresses") if getattr(config, name)]
-    if config.kind == "native":
-        told, remedy = "is given, and the engine is stretto's own", 'give kind="vllm" or "sglang" with it'
-        found += [Problem(f"Engine.load: {name}", told, remedy) for name in of_servers]
-    elif find_spec("stretto_servers") is None:
-        told, remedy = f"{config.kind!r} is part of a package that is not installed", "pip install stretto-servers"
-        found.append(Problem("Engine.load: kind", told, remedy))
-    elif config.python is None and not config.addresses and (make := capabilities_of(config.kind)).packages:
-        remedy = f"name the interpreter of an environment that has {make.needed}, or give addresses"
-        found.append(Problem("Engine.load: python", f'missing, and kind is "{config.kind}"', remedy))
-    elif config.python is not None and not os.access(config.python, os.X_OK):
-        found.append(Problem("Engine.load: python", f"{config.python!r} is no program", "give the path of a Python"))
-    if found:
-        raise RecipeError(found)
 
 
 def _check_settings(settings: SamplingSettings) -> None:

@@ -5,19 +5,22 @@ own, native ones or servers of vLLM and SGLang. Both have the same methods.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from stretto.core.canary import TensorDigest, differing
-from stretto.core.errors import DataError, EngineLost, Problem, RefusedRequest, StrettoError
-from stretto.core.records import Completion, GenerateRequest, Partials
+from stretto.core.errors import DataError, EngineLost, Problem, RecipeError, RefusedRequest, StrettoError
+from stretto.core.records import Completion, GenerateRequest, Partials, Sampling
 from stretto.core.tasks import cancel_and_wait
-from stretto.engine.config import EngineConfig
+from stretto.doors.loading import from_package
+from stretto.engine.config import MAKES, EngineConfig, capabilities_of
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Feed, Generation
 from stretto.engine.native.parameters import Parameters
@@ -25,14 +28,14 @@ from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import Engines, InFlight
 from stretto.loop.engines.pool import EnginePool
-from stretto.model.hf.folder import load_policy
+from stretto.model.hf.folder import inspect_model_folder, load_policy
 from stretto.model.hf.skeleton import skeleton
 from stretto.store import lock
 from stretto.weights.folder import remove
 from stretto.weights.mailbox import LORA_A
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber, digest_of_tensor
 from stretto_verbs.background import background, told_if_slow
-from stretto_verbs.models import PolicyWeights, merged
+from stretto_verbs.models import PolicyWeights, SharedModel, merged
 
 
 class SourceHere:
@@ -62,6 +65,9 @@ class SourceHere:
     async def version(self) -> int:
         """Version of the weights that sample the next token."""
         return self._generation.engine.version
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Do nothing: the log-probabilities of a native engine follow all settings."""
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         """Sample the completions of all requests, which begin in the same step; returns them in the order in which they
@@ -146,6 +152,7 @@ class _OneAtATime:
 
 
 _GRACE_SECONDS = 1.0
+_FILTERS = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}  # each with its value for none
 
 
 def _digests_of(tensors: Mapping[str, Tensor]) -> dict[str, TensorDigest]:
@@ -175,6 +182,7 @@ class SourceApart:
         specs = [self._spec(model.resolve(), config, number, deadlines) for number in range(config.count)]
         self._pool = EnginePool(specs, self._folder, deadlines, config.role, config.load_interval, kind=config.kind)
         self._in_flight = InFlight(self._pool, journal=None)
+        self._kind = config.kind
         self._is_whole = False  # the newest publication is a whole policy, to which adapters would be added
         self._tasks: list[asyncio.Future[Any]] = []
         self._changing = asyncio.Lock()
@@ -218,6 +226,16 @@ class SourceApart:
 
     async def version(self) -> int:
         return self._pool.published
+
+    def check_sampling(self, sampling: Sampling) -> None:
+        """Raise RefusedRequest for a filter that the log-probabilities of this make of engine do not follow: they would
+        be those of another policy than the one that sampled."""
+        if self._kind == "native" or not sampling.filtered or (make := capabilities_of(self._kind)).filtered_logprobs:
+            return
+        for name, off in _FILTERS.items():
+            if (value := getattr(sampling, name)) != off:
+                found = f"{value:g}, and the log-probabilities of {make.name} do not follow it"
+                raise RefusedRequest(name, found, f"{off:g}, or another kind of engine")
 
     async def generate(self, requests: Sequence[GenerateRequest]) -> list[Completion]:
         self._check_open()
@@ -309,3 +327,33 @@ class SourceApart:
 def _parameters(folder: Path) -> dict[str, Tensor]:
     """Load the parameters of a model folder, by name."""
     return {name: parameter.detach() for name, parameter in load_policy(folder).named_parameters()}
+
+
+def check_place(config: EngineConfig, model: str | Path | SharedModel, *, apart: bool, lora: bool) -> None:
+    """Check that settings of `Engine.load` can be combined, and that the package and the interpreter of the engine's
+    kind are there. `apart`: the engine has a process of its own; `lora`: adapters are asked for. Raises RecipeError,
+    which has each mistake; for a server of another make also if it does not compute the model."""
+    found, shared = list[Problem](), isinstance(model, SharedModel)
+    if shared and apart:
+        told = "a model in the memory of this process"
+        found.append(Problem("Engine.load: model", told, "give its folder, or leave `apart`, `count` and `kind` out"))
+    if lora and not shared:
+        remedy = "leave it out: the engine takes adapters of any rank"
+        found.append(Problem("Engine.load: lora", "is for a shared model", remedy))
+    of_servers = [name for name in ("python", "arguments", "addresses") if getattr(config, name)]
+    if config.kind == "native":
+        told, remedy = "is given, and the engine is stretto's own", 'give kind="vllm" or "sglang" with it'
+        found += [Problem(f"Engine.load: {name}", told, remedy) for name in of_servers]
+    elif find_spec("stretto_servers") is None:
+        told, remedy = f"{config.kind!r} is part of a package that is not installed", "pip install stretto-servers"
+        found.append(Problem("Engine.load: kind", told, remedy))
+    elif config.python is None and not config.addresses and (make := capabilities_of(config.kind)).packages:
+        remedy = f"name the interpreter of an environment that has {make.needed}, or give addresses"
+        found.append(Problem("Engine.load: python", f'missing, and kind is "{config.kind}"', remedy))
+    elif config.python is not None and not os.access(config.python, os.X_OK):
+        found.append(Problem("Engine.load: python", f"{config.python!r} is no program", "give the path of a Python"))
+    if found:
+        raise RecipeError(found)
+    if config.kind != "native" and not isinstance(model, SharedModel):
+        check_engine = from_package("stretto_servers.keys:check_engine", MAKES.key)
+        check_engine(config, inspect_model_folder(Path(model).expanduser()))
