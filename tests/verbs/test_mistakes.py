@@ -102,6 +102,14 @@ def test_data_and_losses(
         (lambda folder: stretto.Engine.load(folder, lora=3), "Engine.load: lora: is for a shared model; leave it out"),
         (lambda folder: stretto.Engine.load(folder, python="python3"), "python: is given, and the engine is stretto's"),
         (lambda folder: stretto.Engine.load(stretto.SharedModel(folder), apart=True), "model: a model in the"),
+        (
+            lambda folder: stretto.Engine.load(stretto.SharedModel(folder), dtype="bfloat16"),
+            "Engine.load: dtype: 'bfloat16', and the shared model is in float32; leave it out",
+        ),
+        (
+            lambda folder: stretto.Engine.load(stretto.SharedModel(folder, device="cpu"), device="cuda"),
+            "Engine.load: device: 'cuda', and the shared model is on cpu; leave it out",
+        ),
         (lambda folder: stretto.Engine.load(folder, deadlines={"strat": 3}), "deadlines: strat: unknown key; did you"),
         (lambda folder: stretto.Scheduler([]), "Scheduler: prompts: there is none; give one at least"),
         (lambda folder: stretto.Scheduler(["3+4="]), r"prompts\[0\]: is a text, and there is no tokenizer"),
@@ -115,7 +123,7 @@ def test_data_and_losses(
             r"prompts\[1\]: has the id '1' of prompts\[0\]; give each",
         ),
     ],
-    ids=range(24),
+    ids=range(26),
 )
 def test_settings(folder: Path, act: Callable[[Path], object], message: str) -> None:
     with pytest.raises(stretto.UserError, match=message):

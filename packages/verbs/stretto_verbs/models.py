@@ -60,6 +60,7 @@ class SharedModel:
         self.folder = Path(folder).expanduser()
         self._model = trainable(self.folder, device)
         self._model.requires_grad_(False)
+        self.dtype, self.device = str(self._model.dtype).removeprefix("torch."), self._model.device.type
         use_onednn(self._model, TRAINING)
         self.tokenizer: Tokenizer = load_tokenizer(self.folder)
 

@@ -337,6 +337,11 @@ def check_place(config: EngineConfig, model: str | Path | SharedModel, *, apart:
     if shared and apart:
         told = "a model in the memory of this process"
         found.append(Problem("Engine.load: model", told, "give its folder, or leave `apart`, `count` and `kind` out"))
+    if isinstance(model, SharedModel):
+        for name, own in (("dtype", model.dtype), ("device", model.device)):
+            if name in config.model_fields_set and (given := getattr(config, name)) not in ("auto", own):
+                told = f"{given!r}, and the shared model is {'in' if name == 'dtype' else 'on'} {own}"
+                found.append(Problem(f"Engine.load: {name}", told, "leave it out, or give the folder"))
     if lora and not shared:
         remedy = "leave it out: the engine takes adapters of any rank"
         found.append(Problem("Engine.load: lora", "is for a shared model", remedy))
