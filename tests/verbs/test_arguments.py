@@ -294,7 +294,9 @@ def test_a_loss_of_ones_own_gets_the_same_data_from_a_batch_as_from_a_list(train
     found = trainer.forward_backward(batch, loss, advantages="reward")
     told = stretto.Datum.of((2, 3), (4, 4, 4), logprobs=(-0.5,) * 3, advantages=1.0)
     assert seen == [dataclasses.replace(told, staleness=(0,) * 4)]
-    assert found.loss == pytest.approx(-sum(trainer.forward(batch).logprobs[0][-3:]), abs=1e-5)
+    of_loss_tokens = trainer.forward(batch).logprobs[0]
+    assert found.loss == pytest.approx(-sum(of_loss_tokens), abs=1e-5)
+    assert (len(found.logprobs[0]), found.logprobs[0][1:]) == (4, pytest.approx(of_loss_tokens, abs=1e-5))
 
 
 def test_data_without_a_weight_has_the_loss_0(trainer: stretto.Trainer) -> None:

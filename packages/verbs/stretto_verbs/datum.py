@@ -115,7 +115,8 @@ class Forward:
         assert len(found.logprobs[0]) == 4  # of each target: 3, 4, 5, 1
     """
 
-    # For a datum: one number per target, position by position. For a batch: one per loss token of each path.
+    # For a datum: one number per target, position by position. For a batch: one per loss token of each path; after a
+    # loss that is a function, one per position of each path, prompt included, as the function gets them.
     logprobs: tuple[tuple[float, ...], ...]
     loss: float = math.nan
     metrics: Mapping[str, float] = field(default_factory=dict)
