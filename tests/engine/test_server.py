@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from stretto.core.errors import (
     BoundViolated,
     DeadlineExceeded,
+    EngineLied,
     EngineLost,
     RecipeError,
     RefusedRequest,
@@ -28,9 +29,9 @@ from stretto.core.errors import (
 )
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.engine.config import EngineConfig
-from stretto.engine.http.client import HttpEngine
+from stretto.engine.http.client import HttpEngine, refusal
 from stretto.engine.http.connections import Connection, Connections
-from stretto.engine.http.server import run_server, serve
+from stretto.engine.http.server import _refusal, run_server, serve
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.generation import Feed, Generation
 from stretto.engine.wire import Refusal
@@ -343,6 +344,15 @@ async def test_texts_of_a_client_that_has_left_are_not_scored_on(byte_folder: Pa
         asked.cancel()
         async with asyncio.timeout(20):  # texts are scored one after another
             assert await client.score([[5]]) == [()]
+
+
+@pytest.mark.parametrize(
+    "error", [RefusedRequest("a", "b", "c"), EngineLost("e", "a"), EngineLied("e", "a"), TornPublication("a")]
+)
+def test_an_error_of_a_handler_reaches_the_client_as_the_same_error(error: WireError | EngineLost) -> None:
+    status, told = _refusal(error)
+    raised = refusal("another", status, msgspec.msgpack.encode(told))
+    assert (type(raised), str(raised)) == (type(error), str(error))
 
 
 async def test_a_refused_submission_ends_its_own_requests_alone(folder: Path) -> None:

@@ -213,7 +213,7 @@ class LocalEngine:
                 setting does not exist.
             RefusedRequest: the prompt is neither text nor token ids, a number is out of range, the prompt does not fit
                 into the context, or arguments cannot be combined.
-            EngineLost: the engine is closed.
+            EngineLost: the engine is closed, or its last update failed halfway.
             StrettoError: the model's logits are not finite.
         """
         return background().call(self._sampled(self._asked(prompt, n, seed, seeds, turn, sampling), turn))
@@ -305,7 +305,7 @@ class LocalEngine:
             DataError: a prompt has characters that the tokenizer does not know, or an argument has the wrong type.
             RefusedRequest: a prompt is neither text nor token ids, a number is out of range, or a prompt does not fit
                 into the context.
-            EngineLost: the engine is closed.
+            EngineLost: the engine is closed, or its last update failed halfway.
             StrettoError: the model's logits are not finite.
         """
         sampling = SamplingSettings(

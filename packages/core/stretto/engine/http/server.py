@@ -301,7 +301,7 @@ def _refusal(error: Exception) -> tuple[int, Refusal]:
     if isinstance(error, RefusedRequest):
         return 400, Refusal.of(error)
     if isinstance(error, EngineLost):
-        return 503, Refusal(error="EngineLost", field=error.engine, found=error.how)
+        return 503, Refusal.of(error)
     if isinstance(error, UNREADABLE):
         return 400, Refusal(error="RefusedRequest", field="body", found=str(error), allowed=_DOCUMENTED)
     return 409, Refusal(error=type(error).__name__, found=str(error))
