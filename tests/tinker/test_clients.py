@@ -167,6 +167,22 @@ def test_what_only_an_ended_session_knows_is_removed(backend: LocalBackend, tmp_
         assert client.fetch(asked).status_code == 404
 
 
+def test_what_a_queued_request_needs_outlives_its_session(backend: LocalBackend, tmp_path: Path) -> None:
+    with a_client(backend, tmp_path) as (client, server):
+        id = client.create()
+        client.output(client.forward_backward(id, 1, data_for("cross_entropy")))
+        client.result(client.step(id, 2))
+        loss = client.output(client.forward_backward(id, 3, data_for("cross_entropy"), forward_only=True)).loss
+        with held(server):
+            asked = client.forward_backward(id, 4, data_for("cross_entropy"), forward_only=True)
+            told(client.post(f"sessions/{client.session}/finish", {"reason": {"type": "success"}}))
+            server.worker.models.forget(id)  # as after a kill
+            server.record.forget_sessions(-1.0)
+        assert client.output(asked).loss == loss
+        server.record.forget_sessions(-1.0)
+        assert client.fetch(asked).status_code == 404
+
+
 def test_a_small_client_is_not_kept_waiting_by_a_large_one(server: tuple[str, TinkerServer]) -> None:
     """By the tokens that are computed until it has its results, so that no clock is asked."""
     address, running = server

@@ -63,6 +63,11 @@ CREATE INDEX IF NOT EXISTS fetched_when ON fetched (at);
 CREATE TABLE IF NOT EXISTS begun (id TEXT PRIMARY KEY, times INTEGER NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS checkpoints_of_model ON checkpoints (model);
 """
+#: Query: sessions of which a model or a sampler has a queued request.
+_WAITING = " UNION ".join(
+    f"SELECT session FROM {lanes} JOIN requests ON lane = {lanes}.id WHERE state = 'queued'"
+    for lanes in ("models", "samplers")
+)
 
 
 @dataclass(frozen=True)
@@ -247,10 +252,7 @@ class Record:
 
     def unfinished_sessions(self) -> list[tuple[str, bool]]:
         """Ids of sessions that have not ended or still have queued requests, each with whether it has ended."""
-        of_models = "SELECT session FROM models JOIN requests ON lane = models.id WHERE state = 'queued'"
-        of_samplers = of_models.replace("models", "samplers")
-        waiting = f"id IN ({of_models} UNION {of_samplers})"
-        sql = f"SELECT id, ended IS NOT NULL FROM sessions WHERE ended IS NULL OR {waiting}"
+        sql = f"SELECT id, ended IS NOT NULL FROM sessions WHERE ended IS NULL OR id IN ({_WAITING})"
         return [(id, bool(ended)) for id, ended in self._all(sql)]
 
     def end_session(self, id: str, how: str) -> None:
@@ -258,17 +260,17 @@ class Record:
         self._all("UPDATE sessions SET ended = ?, ended_at = ? WHERE id = ? AND ended IS NULL", how, now(), id)
 
     def forget_sessions(self, seconds: float) -> None:
-        """Delete the settled requests and the samplers of sessions that ended more than `seconds` ago; their
-        checkpoints stay."""
-        ended = "SELECT id FROM sessions WHERE ended_at < ? AND ended_at > 0"
+        """Delete the requests and the samplers of sessions that ended more than `seconds` ago; their checkpoints stay.
+        A session with queued requests stays whole: its models may be restored from the settled ones."""
+        ended = f"SELECT id FROM sessions WHERE ended_at < ? AND ended_at > 0 AND id NOT IN ({_WAITING})"
         lanes = (
             f"SELECT id FROM models WHERE session IN ({ended}) UNION SELECT id FROM samplers WHERE session IN ({ended})"
         )
         until = now() - seconds
         with self.together():
-            self._all(f"DELETE FROM requests WHERE state != 'queued' AND lane IN ({lanes})", until, until)
+            self._all(f"DELETE FROM requests WHERE lane IN ({lanes})", until, until)
             self._all(f"DELETE FROM samplers WHERE session IN ({ended})", until)
-            self._all("UPDATE sessions SET ended_at = 0 WHERE ended_at < ? AND ended_at > 0", until)  # 0: cleaned up
+            self._all(f"UPDATE sessions SET ended_at = 0 WHERE id IN ({ended})", until)  # 0: cleaned up
 
     def forget_fetched(self, seconds: float) -> None:
         """Drop results that were fetched more than `seconds` ago, except of requests that a model may be restored from.
