@@ -218,7 +218,7 @@ def going_on(*, whole: bool) -> Ratios:
         root, laboratory = Path(place), Laboratory(Path(place), cache_folder())
         roles = () if whole else ("trainer", "engine", "rewards")
         costs = each_replaced(laboratory, root / "run", SETTINGS, roles, 3)
-        spent = [resumed(laboratory, root / "run")["cpu"] for _ in range(4 if whole else 0)]
+        spent = [resumed(laboratory, root / "run")["cpu"] for _ in range(3 if whole else 0)]
         spent += [sum(cost["cpu"] for cost in each) for each in zip(*costs.values(), strict=True)]
         return [of_nothing(root) / seconds for seconds in spent]
 
@@ -228,7 +228,7 @@ BENCHMARKS: dict[str, Callable[[], Ratios]] = {
     "help": lambda: command("--help"),
     "wrong-key": lambda: command("train, a wrong key"),
     "engine-3.4M": lambda: engine("3.4M", 96),
-    "engine-48M": lambda: engine("48M", 32),
+    "engine-48M": lambda: engine("48M", 24),
     "asynchronous": asynchronous,
     "trajectories": trajectories,
     "network-135M": network,
@@ -246,6 +246,9 @@ BENCHMARKS: dict[str, Callable[[], Ratios]] = {
 def measured(name: str, packages: Path) -> Ratios | str:
     """Measure a ratio in its own process, with the packages of a tree; a text says why it could not be
     measured."""
+    ours = sorted(path.parent.relative_to(ROOT) for path in ROOT.glob("packages/*/pyproject.toml"))
+    if lacking := [str(path) for path in ours if not (packages / path).is_dir()]:
+        return f"has no {', '.join(lacking)}"[:90]  # that of this commit would run instead
     paths = [ROOT, *sorted((packages / "packages").iterdir()), packages / "application"]
     surroundings = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "benchmarks.quick", "--one", name]

@@ -84,6 +84,10 @@ def test_a_ratio_that_another_commit_cannot_measure_ends_with_2(
     assert "compared with nothing (cannot be measured on HEAD): server" in capsys.readouterr().out
 
 
+def test_a_commit_without_a_package_is_not_measured_with_that_of_this_one(tmp_path: Path) -> None:
+    assert str(quick.measured("help", tmp_path)).startswith("has no packages/cluster, packages/core")
+
+
 def test_a_processor_without_a_record_is_told_how_to_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
