@@ -15,7 +15,8 @@ Axes: T token, K input width, N output width, P panel, W outputs of a panel: 16,
 
     inputs [6, K]        panel [K, 16]          sums [6, 16]
     a . . . . .  row     b b b b ... one input  a·b a·b a·b ...      12 vectors of sums, two of weights, one input:
-    a . . . . .          . . . .                a·b a·b a·b ...      15 of the 16 registers of AVX2
+    a . . . . .          . . . .                a·b a·b a·b ...      15 of the 16 registers of AVX2, 27 of AVX-512's 32
+                                                                     with 12 rows
 
 LLVM code is needed because numba does not control which numbers stay in registers. Each weight is read once for all
 rows of a tile. bfloat16 weights are converted in registers (`WIDENED`): 32 bits hold a number of the first vector in
@@ -39,7 +40,8 @@ LANES = 16 if "+avx512f" in abilities() else 8
 #: Number of outputs of a panel.
 WIDE = 2 * LANES
 #: Largest number of rows of a tile.
-ROWS = 6
+ROWS = 12 if LANES == 16 else 6
+_LINE = 64  # bytes that are fetched together
 #: Number of panels of a tile with one row. With a single panel each addition would wait for the one before.
 MANY = 4
 #: Kinds of tiles: float32; bfloat16 converted to float32; bfloat16 multiplied in pairs of inputs.
@@ -136,7 +138,9 @@ def _tile(builder: Any, places: list[Any], rows: int, panels: int, kind: int) ->
     inputs = rows_at(builder, x, stride, rows)
     with code.for_range(builder, depth) as loop:
         if panels == 1:
-            fetch(builder, builder.add(ahead, builder.mul(loop.index, pace)))
+            coming = builder.add(ahead, builder.mul(loop.index, pace))
+            for line in range(2):  # a single tile has to fetch all of the two vectors that it reads
+                fetch(builder, builder.add(coming, number(line * _LINE)))
         first = builder.add(weight, builder.mul(loop.index, number(WIDE * (2 if kind == WIDENED else 4))))
         starts = rows_at(builder, first, panel, panels)
         vectors = [vector for start in starts for vector in weights_at(builder, start, kind)]
