@@ -2,7 +2,8 @@
 
 A step has one query per row and head. Dense kernels pad the rows of a bucket to the longest, and their overhead per row
 and head exceeds the arithmetic. This loop reads the KV cache only once, the least that is possible, and fetches it
-ahead: values while their keys are multiplied, the keys of the next key head while values are mixed::
+ahead: values while their keys are multiplied, the keys of the next key head while values are mixed. Each of a key
+head's queries fetches its share of the values, because a core waits when it has asked for too many::
 
     scores    one query · LANES keys         LANES vectors of sums; then the sum of each, as one vector
     mix       one or two heads' weights · values       sums of all numbers of a head stay in registers
@@ -50,6 +51,7 @@ NARROW = PAIRED if PAIRED in KINDS else WIDENED
 
 _BLOCK = 32  # tokens; their values take 8 KiB at a width of 64
 _VECTOR = 4 * LANES  # bytes
+_FETCHED = 4  # vectors that are fetched together
 
 
 def _sums_of_each(builder: Any, vectors: list[Any]) -> Any:
@@ -76,22 +78,26 @@ def _vectors_at(builder: Any, address: Any, kind: int, count: int, paired: bool)
 def _write_scores(builder: Any, wanted: Any, *places: Any) -> None:
     """Generate the code of `_scores`, which writes the products of a query with LANES keys to `out`: a branch for each
     kind of arithmetic. `wanted` selects one when the code runs."""
-    query, keys, gap, vectors, out, ahead = places
+    query, keys, gap, vectors, out, ahead, lines = places
     floating = code.ir.VectorType(code.ir.FloatType(), LANES)
     for kind in KINDS:
         with builder.if_then(builder.icmp_signed("==", wanted, number(kind))):
             sums = [code.alloca_once_value(builder, code.ir.Constant(floating, [0.0] * LANES)) for _ in range(LANES)]
-            rows, fetched = (rows_at(builder, start, gap, LANES) for start in (keys, ahead))
+            rows = rows_at(builder, keys, gap, LANES)
             with code.for_range(builder, vectors) as loop:
                 at = builder.mul(loop.index, number(_VECTOR))
                 where = builder.add(query, builder.mul(at, number(2 if kind == WIDENED else 1)))
                 asked = _vectors_at(builder, where, FLOAT, 2, True) if kind == WIDENED else None
                 asked = asked or _vectors_at(builder, where, kind, 1, True)
-                for row, held, next_row in zip(rows, sums, fetched, strict=True):
+                for row, held in zip(rows, sums, strict=True):
                     key = _vectors_at(builder, builder.add(row, at), kind, 1, kind == PAIRED)
                     for one, other in zip(asked, key, strict=True):
                         builder.store(added(builder, builder.load(held), one, other), held)
-                    fetch(builder, builder.add(next_row, at))
+                coming = builder.add(ahead, builder.mul(at, lines))
+                for first in range(0, LANES, _FETCHED):
+                    with builder.if_then(builder.icmp_signed(">", lines, number(first))):
+                        for line in range(first, first + _FETCHED):
+                            fetch(builder, builder.add(coming, number(line * _VECTOR)))
             total = _sums_of_each(builder, [builder.load(held) for held in sums])
             builder.store(total, builder.inttoptr(out, total.type.as_pointer()), align=4)
 
@@ -119,10 +125,10 @@ def _write_mix(builder: Any, wanted: Any, heads: Any, vectors: Any, *places: Any
             write_sums(builder, sums, outs, half=False)
 
 
-#: In a loop, ``_scores((kind, query, keys, gap, vectors, out, ahead))`` writes the products of a query and LANES keys,
-#: `gap` bytes apart, to `out`. Each has `vectors` vectors of memory; those of a query are float32 for WIDENED, the even
-#: numbers of a vector before the odd. `ahead`: address of LANES entries to fetch.
-_scores: Any = written(_write_scores, 7)
+#: In a loop, ``_scores((kind, query, keys, gap, vectors, out, ahead, lines))`` writes the products of a query and LANES
+#: keys, `gap` bytes apart, to `out`. Each has `vectors` vectors of memory; those of a query are float32 for WIDENED, the
+#: even numbers of a vector before the odd. `ahead`: address to fetch `lines` times `vectors` vectors from.
+_scores: Any = written(_write_scores, 8)
 
 #: In a loop, ``_mix((kind, heads, vectors, values, gap, count, weights, stride, totals, total_stride, ahead))`` adds
 #: `count` values, `gap` bytes apart, times the weights of each of 1 or 2 heads, `stride` bytes apart, to the heads'
@@ -206,6 +212,7 @@ def _attend(
     weights, totals = np.empty((group, room), np.float32), np.empty((group, wide), np.float32)
     asked, spare = np.zeros((group, wide), np.float32), np.zeros(_BLOCK * gap // 4, np.float32)
     own, most = width * size, 4 if size == 4 and vectors % 4 == 0 else 2 if vectors % 2 == 0 else 1
+    lines = (LANES + group - 1) // group  # a query's share of what a block of keys fetches
     for place in range(rows * kv_heads):
         at_weights, at_totals = np.int64(weights.ctypes.data), np.int64(totals.ctypes.data)
         at_asked, at_spare = np.int64(asked.ctypes.data), np.int64(spare.ctypes.data)
@@ -225,7 +232,8 @@ def _attend(
                 source, ahead = at_spare, at_spare
             for g in range(group):
                 to = at_weights + 4 * (g * room + begin)
-                _scores((kind, at_asked + 4 * g * wide, source, gap, vectors, to, ahead if g == 0 else source))
+                following = ahead + g * lines * gap
+                _scores((kind, at_asked + 4 * g * wide, source, gap, vectors, to, following, lines))
         for g in range(group):
             _weigh(weights[g, first:end], scaling, softcap)
         totals[:] = F(0.0)
