@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from stretto.core.errors import BoundViolated
 from stretto.model.decode.length_buckets import CacheLayout, LengthBuckets
@@ -106,8 +105,8 @@ def test_rows_that_come_together_lengthen_a_bucket_once() -> None:
 def test_a_cache_grows_and_shrinks_with_one_layer_there_twice_at_most() -> None:
     """Counted on tensors without numbers, at the shape of an 8B model: of 36 layers one's keys or values are there
     twice; all of them would be twice 288 MiB more."""
-    layout = CacheLayout(36, 8, 128, 1 << 15, torch.bfloat16, CPU)
-    with FakeTensorMode(), LiveBytes() as bytes_:
+    layout = CacheLayout(36, 8, 128, 1 << 15, torch.bfloat16, torch.device("meta"))
+    with LiveBytes() as bytes_:
         cache = LengthBuckets(layout)
         for row in range(16):
             cache.place(row, 100)

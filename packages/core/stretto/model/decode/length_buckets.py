@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from stretto.core.errors import BoundViolated
+from stretto.model.device import zeros
 
 Ints = npt.NDArray[np.int64]
 
@@ -166,7 +167,7 @@ class Bucket:
         layout = self._layout
         shape = (slots, layout.kv_heads, self.length, layout.head_dim)
         # Zeros, not empty memory: a masked position still enters the products, and 0 * nan is nan.
-        return torch.zeros(shape, dtype=layout.dtype, device=layout.device)
+        return zeros(shape, layout.dtype, layout.device)
 
 
 class LengthBuckets:
