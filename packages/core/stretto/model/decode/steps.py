@@ -31,6 +31,7 @@ from transformers import AttentionInterface
 from stretto.model.decode.length_buckets import Bucket
 from stretto.model.layout import Packing
 from stretto.model.packed.attention import attend_packed, attention_by_products
+from stretto.model.packed.layer import attend
 from stretto_kernels.compiled import computes
 from stretto_kernels.decode_attention import ragged_attention
 from stretto_kernels.rule import Rule
@@ -109,7 +110,12 @@ class StepPlan:
         `value` [1, K, T, D]: of all packed tokens, the contexts first. The step must have contexts."""
         assert self.contexts is not None
         q, k, v = (x[:, :, : self.contexts.tokens] for x in (query, key, value))
-        return attend_packed(q, k, v, self.contexts, rule)
+        plain = rule.softcap is None and (rule.window is None or rule.window >= self.contexts.longest)
+        if not plain or not computes(v.device, v.dtype):
+            return attend_packed(q, k, v, self.contexts, rule)
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).to(v.dtype).contiguous() for x in (q, k, v))
+        scaling = v.shape[-1] ** -0.5 if rule.scaling is None else rule.scaling
+        return attend(q_THD, k_TKD, v_TKD, self.contexts, scaling)[None]
 
 
 def cached_attention(
