@@ -153,7 +153,8 @@ def network() -> Ratios:
 
 def conductor() -> Ratios:
     """Tokens of one conductor with 512 simulated engines, per JSON text that Python writes in the same CPU time."""
-    from benchmarks.conductor import Setting, tokens_per_cpu_second
+    from benchmarks.conductor import tokens_per_cpu_second
+    from benchmarks.simulated_run import Setting
     from stretto.processes import event_loop
 
     found = []

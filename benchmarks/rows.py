@@ -399,8 +399,8 @@ def _conductor(results: dict[str, Any]) -> list[Row]:
 
 
 _JOINED = {
-    "agent": "a machine that joins with an engine, to the second step after it is there",
-    "rank": "a killed rank of the trainer, with those of the trainer that replaces its own",
+    "agent": "a machine that joins with an engine",
+    "rank": "a killed rank, its trainer's included",
 }
 
 

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from stretto.core.errors import RunFolderError, StoreError, UserError
 from stretto.core.records import Outcome, Segment, State, Trajectory, Verdict
 from stretto_report.reading import formats
-from stretto_report.reading.export import FORMATS, ExportedTrajectory, export_run
-from stretto_report.reading.formats import cell
+from stretto_report.reading.export import ExportedTrajectory, export_run
+from stretto_report.reading.formats import FORMATS, cell
 from tests.store.make import Make, run_at
 
 PAGE = (Path(__file__).parents[2] / "docs" / "reference" / "metrics.md").read_text(encoding="utf-8")

@@ -296,7 +296,8 @@ def test_a_loss_of_ones_own_gets_the_same_data_from_a_batch_as_from_a_list(train
     assert seen == [dataclasses.replace(told, staleness=(0,) * 4)]
     of_loss_tokens = trainer.forward(batch).logprobs[0]
     assert found.loss == pytest.approx(-sum(of_loss_tokens), abs=1e-5)
-    assert (len(found.logprobs[0]), found.logprobs[0][1:]) == (4, pytest.approx(of_loss_tokens, abs=1e-5))
+    assert len(found.logprobs[0]) == 4
+    assert found.logprobs[0][1:] == pytest.approx(of_loss_tokens, abs=1e-5)
 
 
 def test_data_without_a_weight_has_the_loss_0(trainer: stretto.Trainer) -> None:

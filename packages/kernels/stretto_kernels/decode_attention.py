@@ -126,8 +126,8 @@ def _write_mix(builder: Any, wanted: Any, heads: Any, vectors: Any, *places: Any
 
 
 #: In a loop, ``_scores((kind, query, keys, gap, vectors, out, ahead, lines))`` writes the products of a query and LANES
-#: keys, `gap` bytes apart, to `out`. Each has `vectors` vectors of memory; those of a query are float32 for WIDENED, the
-#: even numbers of a vector before the odd. `ahead`: address to fetch `lines` times `vectors` vectors from.
+#: keys, `gap` bytes apart, to `out`. Each has `vectors` vectors of memory; a query's are float32 for WIDENED, the even
+#: numbers of a vector before the odd. `ahead`: address to fetch `lines` times `vectors` vectors from.
 _scores: Any = written(_write_scores, 8)
 
 #: In a loop, ``_mix((kind, heads, vectors, values, gap, count, weights, stride, totals, total_stride, ahead))`` adds
