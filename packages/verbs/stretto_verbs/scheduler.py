@@ -302,8 +302,7 @@ class GroupScheduler:
             self._controller.expire(ticket)
 
     def _check_newest(self) -> None:
-        """Raise RunFolderError if the ledger is closed, or another scheduler uses it now. Without a ledger do
-        nothing."""
+        """Raise RunFolderError if there is a ledger that is closed, or that another scheduler uses now."""
         if self._ledger is None:
             return
         self._ledger.check_open()
