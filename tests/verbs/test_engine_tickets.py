@@ -1,5 +1,5 @@
-"""Promises: a ticket brings its prompt and its seeds, is sampled by one call at a time, and can be sampled again as soon
-as that call was cancelled."""
+"""Promises: a ticket brings its prompt and its seeds, is sampled by one call at a time, and can be sampled again as
+soon as that call was cancelled."""
 
 import asyncio
 import contextlib
