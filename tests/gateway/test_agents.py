@@ -3,7 +3,7 @@ goes wrong is a failure with its reason, never a zero; one that is started again
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +25,7 @@ from stretto_gateway.sessions.app import GatewayApp
 from stretto_gateway.sessions.sessions import SessionTable
 from stretto_workflows.session import MemoryRecord, Session
 from tests.asynchronous import until
-from tests.gateway.serving import MODEL, ScriptedModel, model_of
+from tests.gateway.serving import MODEL, ScriptedModel, model_of, tokenizer_of
 
 HERE = Path(__file__).parent
 PROMPT = Prompt("17", (), "3+8=", "11")
@@ -63,6 +63,7 @@ class Run:
 
     model: ScriptedModel
     seen: Path
+    arguments: Mapping[str, object] = field(default_factory=dict)
     records: dict[str, MemoryRecord] = field(default_factory=dict)
 
     def open_session(self, id: str, prompt: Tokens, seed: int) -> Session:
@@ -93,6 +94,7 @@ class Run:
                 verdict=lambda reward: Verdict(Outcome.RIGHT, reward),
                 decode=self.model.tokenizer.decode,
                 task=lambda prompt, member, seed: {"prompt": prompt.text, "member": member, "seen": str(self.seen)},
+                arguments=lambda prompt: self.arguments,
             )
             yield AgentGroups(config, services, self.open_session, host)
 
@@ -119,6 +121,13 @@ async def test_a_function_makes_a_trajectory_and_returns_its_reward(tmp_path: Pa
     assert [segment.sampled for segment in trajectory.segments] == [False, True, False, True]
     assert trajectory.session
     assert trajectory.text.count("four") == 1
+
+
+async def test_every_prompt_of_an_agent_has_the_template_arguments_of_its_question(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "four", tokenizer_of("qwen3"))
+    await Run(model, tmp_path / "seen", {"enable_thinking": False}).one("two_turns")
+    told = [model.tokenizer.spell(prompt).endswith("<think>\n\n</think>\n\n") for prompt in model.asked]
+    assert told == [True, True]
 
 
 async def test_any_program_finds_its_session_in_its_environment(tmp_path: Path) -> None:

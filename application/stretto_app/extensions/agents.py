@@ -100,6 +100,7 @@ class RunGateway:
             verdict=verdict,
             decode=self._plan.tokenizer.decode,
             task=task,
+            arguments=details.arguments,
         )
         groups = AgentGroups(self._config, services, open_session, self._host)
         self._groups.append(groups)

@@ -274,7 +274,6 @@ class WorkflowGroups:
         session = self.open_session(id, prompt.token_ids, seed)
         task = task_of(self.questions, prompt, member, seed, seed if group_seed is None else group_seed)
         rendering = self.services.template if self.questions.is_chat(prompt) else None
-        arguments = self.questions.template_arguments.get((prompt.id, prompt.text, prompt.answer))
-        if rendering is not None and arguments:
+        if rendering is not None and (arguments := self.questions.arguments(prompt)):
             rendering = rendering.given(arguments)
         return await self.pool.run(Exchange(session, prompt, task, self.services, rendering))

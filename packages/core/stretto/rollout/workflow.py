@@ -66,3 +66,7 @@ class QuestionDetails:
     def is_chat(self, prompt: Prompt) -> bool:
         """Whether the question of this prompt is a chat, which the chat template has rendered."""
         return (prompt.id, prompt.text, prompt.answer) in self.chats
+
+    def arguments(self, prompt: Prompt) -> Mapping[str, Any]:
+        """Arguments of the chat template for the question of this prompt; empty if there are none."""
+        return self.template_arguments.get((prompt.id, prompt.text, prompt.answer), {})

@@ -59,6 +59,7 @@ class AgentServices:
         verdict: converts a reward that was given over HTTP to a verdict.
         decode: converts token ids to text.
         task: makes the task that an agent gets, from the prompt, the index of the member in its group, and its seed.
+        arguments: returns the arguments of the chat template for the question of a prompt.
     """
 
     table: SessionTable
@@ -69,6 +70,7 @@ class AgentServices:
     verdict: Callable[[float], Verdict]
     decode: Callable[[Tokens], str]
     task: Callable[[Prompt, int, int], Mapping[str, Any]]
+    arguments: Callable[[Prompt], Mapping[str, Any]] = lambda prompt: {}
 
 
 class _Sealed(Record, frozen=True):
@@ -188,7 +190,8 @@ class AgentGroups:
         created = int(await session.call(_CREATED, _now, repeatable=True))
         # Random at each opening, because evaluations repeat trajectories, and an old key must not open a new session.
         name, key = new_key(), new_key()
-        found = AgentSession(name, key, created, services.task(prompt, member, seed), session, services.model)
+        task, given = services.task(prompt, member, seed), services.arguments(prompt)
+        found = AgentSession(name, key, created, task, session, services.model, template_arguments=given)
         for call in session.calls:
             if call.reply is not None and call.asked.startswith(_REWARDED):
                 found.given = msgspec.json.decode(call.reply, type=GivenRewards)

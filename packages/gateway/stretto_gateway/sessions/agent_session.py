@@ -25,7 +25,7 @@ from stretto.core.records import Record, Segment
 from stretto.core.states import LARGEST_REWARD, why_no_reward
 from stretto_gateway.model import ServedModel, characters_of
 from stretto_gateway.requests import NotServed
-from stretto_workflows.chat.bridge import Bridge, CompletedTurn, NextPrompt
+from stretto_workflows.chat.bridge import Bridge, CompletedTurn, NextPrompt, Renderer
 from stretto_workflows.chat.messages import ChatRequest, Match, Message, SampledTurn, Tool
 from stretto_workflows.session import Session
 
@@ -112,6 +112,7 @@ class AgentSession:
             undecided, whatever its rewards. Refused requests are the agent's mistakes and are not included.
         ended: set when the session has ended.
         last_text: text of the last turn that a client got.
+        template_arguments: arguments of the chat template, in every prompt.
     """
 
     id: str
@@ -130,10 +131,12 @@ class AgentSession:
     unanswered: dict[bytes, str] = field(default_factory=dict)
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     last_text: str = ""
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
     _pending: dict[bytes | str, _PendingTurn] = field(default_factory=dict)  # by idempotency key, or by digest
 
     def __post_init__(self) -> None:
-        self._bridge = Bridge(self.model.renderer)
+        given = self.template_arguments
+        self._bridge = Bridge(Renderer(self.model.template, given) if given else self.model.renderer)
         self._keyed: dict[str, tuple[bytes, SampledTurn]] = {}  # by idempotency key: digest of the request, and reply
         turns = self._turn_calls()
         self._on_record = Counter(call.asked for call in turns)  # turns not yet requested in this process, by digest
