@@ -272,10 +272,11 @@ async def test_what_is_no_message_is_the_loss_of_the_engine(tmp_path: Path, mess
         {"0.0.0": {0: Segment.of((1,), (-0.1,), (NEWEST + 1,))}},
         {"0.0.0": {0: Segment.of((1, 50), (-0.1, -0.1), (5, 5))}},
         {"0.0.0": {1: Segment.of((1,), (math.nan,), (5,))}},
+        {"0.0.0": {0: Segment.of((1,), (-0.1,), (5,), interrupted=2**31)}},
     ],
 )
 async def test_tokens_so_far_that_cannot_be_are_refused(tmp_path: Path, pieces: dict[str, dict[int, Segment]]) -> None:
-    with pytest.raises(WireError, match=r"was not asked for|are not published|does not have"):
+    with pytest.raises(WireError, match=r"was not asked for|are not published|does not have|interrupt"):
         await heard(tmp_path, msgspec.msgpack.encode(pieces), lambda guest: guest.partials({"0.0.0": [2, 2]}))
 
 

@@ -147,13 +147,13 @@ async def test_a_completion_names_the_engines_that_wrote_it_in_their_order(fleet
 
 
 @in_fleet()
-async def test_pieces_have_the_name_of_the_engine_that_tells_them(fleet: EnginePool) -> None:
+async def test_pieces_are_tokens_with_the_name_of_the_engine_that_tells_them(fleet: EnginePool) -> None:
     waiting = [asyncio.ensure_future(answers(fleet, request(id, STAY_SILENT, answers=1))) for id in "ab"]
     await until(lambda: len(fleet.open) >= 2)
     found = await fleet.partials({"a": [0], "b": [0]})
-    told = {id: piece.engines for id, members in found.items() for piece in members.values()}
-    assert sorted(told) == ["a", "b"]
-    assert sorted(told.values()) == [(("engine-0", 1),), (("engine-1", 1),)]
+    assert sorted(found) == ["a", "b"]
+    told = sorted((piece for members in found.values() for piece in members.values()), key=lambda piece: piece.engines)
+    assert told == [Segment.of((7,), (-0.1,), (0,), 1, engines=((name, 1),)) for name in ("engine-0", "engine-1")]
     for one in waiting:
         one.cancel()
 

@@ -94,7 +94,7 @@ class ToyEngine:
                 return msgspec.msgpack.encode(Loaded(self.version))
             case "/partials":
                 known = msgspec.msgpack.decode(body, type=PartialsRequest).known
-                piece = Segment.of((7,), (-0.1,), (self.version,))
+                piece = Segment.of((7,), (-0.1,), (self.version,), 1, StopReason.STOP, (), -2, "a lie", 50.0)
                 return msgspec.msgpack.encode({id: {0: piece.after(count)} for id, (count, *_) in known.items()})
             case "/spans":
                 await asyncio.sleep(0.05)

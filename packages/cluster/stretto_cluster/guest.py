@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 import numpy as np
 
 from stretto.core.canary import FARTHEST, Ask, Loaded
-from stretto.core.engine import EngineHealth
+from stretto.core.engine import MOST_INTERRUPTIONS, EngineHealth
 from stretto.core.errors import (
     DeadlineExceeded,
     EngineLeft,
@@ -120,7 +120,8 @@ class GuestEngine(HttpEngine):
             raise EngineLied(self.name, str(lie)) from None
 
     def _check_segment(self, segment: Segment, request: str, most: float) -> None:
-        """Check new tokens for the request with the id `request`: their number, at most `most`, and their versions.
+        """Check new tokens for the request with the id `request`: their number, at most `most`, their versions, and the
+        number of their interruptions.
 
         Raises:
             WireError: names what is wrong.
@@ -134,6 +135,8 @@ class GuestEngine(HttpEngine):
             raise WireError(f"sent tokens of {request!r} whose versions fall")
         if stamps and not 0 <= stamps[0] <= stamps[-1] <= self._newest():
             raise WireError(f"sent tokens of {request!r} with versions that are not published")
+        if segment.interrupted > MOST_INTERRUPTIONS:  # no engine would continue them
+            raise WireError(f"sent tokens of {request!r} that were interrupted {segment.interrupted:,} times")
 
     def _check_tokens(self, sent: Sequence[tuple[str, Segment]]) -> None:
         """Check ids and log-probabilities of new tokens, given with the ids of their requests. Once they are in a batch

@@ -247,8 +247,9 @@ class Segment(Record, frozen=True, array_like=True):
         return packed.begin_alike(self.columns, self.length, prefix.columns, prefix.length)
 
     def written_by(self, engine: str) -> Segment:
-        """A copy that records `engine` as the sampler of all tokens."""
-        return msgspec.structs.replace(self, engines=((engine, self.length),) if self.length else ())
+        """The tokens as an unfinished segment sampled by `engine`. Of the other fields only `interrupted` is kept."""
+        written = ((engine, self.length),) if self.length else ()
+        return Segment(self.columns, self.length, self.stamps, self.checksum, self.interrupted, engines=written)
 
 
 #: Tokens of unfinished completions, by request id, then by member index.
@@ -323,8 +324,7 @@ class Completion(Record, frozen=True):
         return self.segment.engines
 
     def written_by(self, engine: str, prefix: Segment) -> Completion:
-        """A copy that records `engine` as the sampler of all tokens after `prefix`. The tokens of `prefix` keep the
-        engines recorded in it."""
+        """A copy that records `engine` as the sampler of all tokens after `prefix`, whose engines are kept."""
         whole, new = self.segment, self.segment.length - prefix.length
         written = ((engine, new),) if new > 0 else ()
         engines = packed.counts_joined([prefix.writers, written]) if prefix.length else written
