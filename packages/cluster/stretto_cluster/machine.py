@@ -45,8 +45,8 @@ class JoinedMachine:
     """A machine that has joined, with its places and roles.
 
     Futures: `prepared` is done when the machine has the model, `leaving` (why) when it asks to leave, `lost` (how, or
-    why it left) when it is gone. `mirrored`: version that it pulled last, -1 for none. `clock_offset`: its clock minus
-    this machine's, in seconds.
+    why it left) when it is gone. `mirrored`: version that it pulled last, -1 for none. `clock_offset`: this
+    machine's clock minus its own, in seconds.
     """
 
     def __init__(self, name: str, join: Join, wire: Wire[FromAgent], folder: Path) -> None:
@@ -207,7 +207,7 @@ class RemoteProcess:
 
     @property
     def clock_offset(self) -> float:
-        """Clock of its machine minus clock of this machine, in seconds."""
+        """Clock of this machine minus clock of its machine, in seconds."""
         return self._machine.clock_offset
 
     @property
