@@ -17,7 +17,7 @@ from stretto.model.hf.build import build_policy
 from stretto.model.hf.config import BuildConfig
 from stretto_app.extensions.preflight.estimates import estimate_memory
 from stretto_servers import checks, keys
-from tests.launch.vllm_server import replies_of, serving
+from tests.launch.vllm_server import replies_of, replies_with_logprobs, serving
 
 Tree = dict[str, Any]
 BUILD: Tree = {"hidden_size": 16, "layers": 1, "heads": 1, "kv_heads": 1, "head_dim": 32, "intermediate_size": 16}
@@ -181,6 +181,20 @@ def test_a_server_with_another_tokenizer_is_named_with_both_digests(policy: Path
     assert told.startswith(f"engine.addresses: {address} serves {policy}, whose tokenizer (digest ")
     assert told.count("digest ") == 2
     assert told.endswith("start it with the policy's own folder")
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0.8}, {"top_k": 20}])
+def test_a_server_whose_logprobs_are_not_of_the_runs_sampling_is_named_with_its_flag(
+    policy: Path, sampling: dict[str, Any]
+) -> None:
+    with serving(replies_of(policy) | replies_with_logprobs(raw=True)) as address:
+        engine = {"kind": "vllm", "addresses": [address]}
+        make_plan(recipe_of(policy, engine))
+        (told,) = refused(policy, engine, sampling={"max_tokens": 16} | sampling)
+    assert told.startswith(f"engine.addresses: {address} reports log-probabilities of tokens as if ")
+    assert "--logprobs-mode processed_logprobs" in told
+    with serving(replies_of(policy) | replies_with_logprobs(raw=False)) as address:
+        make_plan(recipe_of(policy, {"kind": "vllm", "addresses": [address]}, sampling={"max_tokens": 16} | sampling))
 
 
 def test_a_server_of_another_model_with_the_same_tokenizer_is_named_with_both_digests_and_what_differs(

@@ -85,3 +85,19 @@ def replies_that_say(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[s
     paths = ("/health", "/pause?mode=abort&clear_cache=true", "/collective_rpc", "/resume")
     own = {"/update_weight_version": load, "/inference/v1/generate": generate}
     return {path: {"success": True} for path in paths} | own
+
+
+def replies_with_logprobs(*, raw: bool) -> dict[str, Any]:
+    """Every token is sampled with probability 1 if it is asked for by itself, and scored with 1/2. `raw`: as vLLM's
+    default mode reports it."""
+
+    def generate(asked: Mapping[str, Any]) -> str:
+        sampling, given = asked["sampling_params"], asked["token_ids"]
+        if "prompt_logprobs" in sampling:
+            return json.dumps({"prompt_logprobs": [None, *({str(token): {"logprob": -0.7}} for token in given[1:])]})
+        tokens = [{"token_id": 2, "logprob": -0.7 if raw else 0.0}] * sampling["max_tokens"]
+        ids = [token["token_id"] for token in tokens]
+        choice = {"token_ids": ids, "finish_reason": "length", "logprobs": {"content": tokens}}
+        return f"data: {json.dumps({'choices': [choice]})}\n\ndata: [DONE]\n\n"
+
+    return {"/inference/v1/generate": generate}

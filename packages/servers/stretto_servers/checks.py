@@ -1,18 +1,20 @@
-"""Checks of running inference servers before a run: release, model, context length and tokenizer."""
+"""Checks of running inference servers before a run: release, model, context length, tokenizer and log-probabilities."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from stretto.core.errors import Problem, RecipeError, StrettoError
+from stretto.core.errors import DeadlineExceeded, EngineLost, Problem, RecipeError, StrettoError
+from stretto.core.records import Sampling
 from stretto.engine.config import Capabilities, EngineConfig, release_of
 from stretto.launch.preflight.base import digest
 from stretto.model.hf.inspection import ModelFolder, read_config
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Served, make_of
+from stretto_servers.make import NOT_RAW, RAW, Served, is_shaped, make_of, reports_raw
 
 _ANSWER_SECONDS = 5.0
 _ITS_OWN = "start it with the policy's own folder"
@@ -29,46 +31,81 @@ def check_running_servers(
     needed: int,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
 ) -> None:
-    """Check every server of `engine.addresses`: its release (a development release passes) and model, and whether it
-    tokenizes some of the prompts as `tokenizer` does.
+    """Check every server of `engine.addresses`: its release (a development release passes) and model, whether it
+    tokenizes some of the prompts as `tokenizer` does, and, if the run samples with a temperature or filters, whether
+    its log-probabilities follow them.
 
     Args:
         make: capabilities of the make, with its oldest usable release.
         base: the policy's folder.
         needed: context length that the run needs: tokens of the longest prompt with its completion.
         prompts: token ids of the run's prompts.
+        sampling: settings of the run.
 
     Raises:
-        RecipeError: servers do not answer, are too old, serve another model or a shorter context, or tokenize in
-            another way; names each.
+        RecipeError: servers do not answer, are too old, serve another model or a shorter context, tokenize in another
+            way, or report log-probabilities of another distribution; names each.
     """
     texts = [tokenizer.decode(prompt) for prompt in prompts[:_PROBES]]
     probe = {text: list(tokenizer.encode(text)) for text in texts}
-    if problems := asyncio.run(_asked(config, make, base, needed, probe)):
+    if problems := asyncio.run(_asked(config, make, base, needed, probe, shaped=is_shaped(sampling))):
         raise RecipeError(problems)
 
 
 async def _asked(
-    config: EngineConfig, make: Capabilities, base: ModelFolder, needed: int, probe: dict[str, list[int]]
+    config: EngineConfig,
+    make: Capabilities,
+    base: ModelFolder,
+    needed: int,
+    probe: dict[str, list[int]],
+    *,
+    shaped: bool,
 ) -> list[Problem]:
-    asked = (_ask(config.kind, make, address, base, needed, probe) for address in config.addresses)
+    asked = (_ask(config.kind, make, address, base, needed, probe, shaped=shaped) for address in config.addresses)
     found = await asyncio.gather(*asked)
     return [problem for problem in found if problem is not None]
 
 
 async def _ask(
-    kind: str, make: Capabilities, address: str, base: ModelFolder, needed: int, probe: dict[str, list[int]]
+    kind: str,
+    make: Capabilities,
+    address: str,
+    base: ModelFolder,
+    needed: int,
+    probe: dict[str, list[int]],
+    *,
+    shaped: bool,
 ) -> Problem | None:
     http = JsonServer(f"the server {address}", address, seconds=_ANSWER_SECONDS, token_seconds=_ANSWER_SECONDS)
     wire = make_of(kind, http, _ANSWER_SECONDS)
     try:
         served = await wire.describe()
         theirs = {text: await _tokens(http, text) for text in probe}
+        if (misfit := _misfit(served, make, address, base, needed, probe, theirs)) is not None or not shaped:
+            return misfit
+        with contextlib.suppress(EngineLost, DeadlineExceeded):  # it may be paused; the engine asks again
+            if await reports_raw(wire, base.vocab_size, served.context_length or base.context_length):
+                return Problem("engine.addresses", f"{address} {RAW}, and [sampling] has others", NOT_RAW)
+        return None
     except StrettoError as error:
         return Problem("engine.addresses", str(error), f"a server that runs: {make.needed}")
     finally:
         await wire.close()
+
+
+def _misfit(
+    served: Served,
+    make: Capabilities,
+    address: str,
+    base: ModelFolder,
+    needed: int,
+    probe: dict[str, list[int]],
+    theirs: dict[str, object],
+) -> Problem | None:
+    """The first fault of what a server says of itself; None without one. `probe`, `theirs`: tokens by text, of the
+    policy's tokenizer and of the server's."""
     version = served.release.rpartition(" ")[2]
     if "dev" not in version and release_of(version) < make.oldest:  # a build from source may not know its release
         return Problem("engine.addresses", f"{address} is {served.release}", f"{make.needed} is needed")

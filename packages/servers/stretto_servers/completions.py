@@ -175,6 +175,11 @@ class OpenCompletion:
         told = tuple(self.logprobs[-self.told :]) if plain and self.told else ()
         return (*self.request.prompt_token_ids, *self.token_ids), told
 
+    def interrupt(self) -> bool:
+        """Count an interruption of the current request, if it has tokens; returns whether it has."""
+        self.interrupted += self.told > 0
+        return self.told > 0
+
     def distrust(self) -> None:
         """Mark all tokens of the current request as uncertain, so that `segment` leaves them out."""
         self.uncertain = self.told

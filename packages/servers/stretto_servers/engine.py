@@ -36,7 +36,7 @@ from stretto.engine.backend import ENDED, Stream
 from stretto.engine.native.validate import check_prefixes, check_request, check_text
 from stretto.engine.text import StopTexts
 from stretto_servers.completions import OpenCompletion
-from stretto_servers.make import Make, Occupancy, canary_scores
+from stretto_servers.make import NOT_RAW, RAW, Make, Occupancy, canary_scores, is_shaped, reports_raw
 from stretto_servers.staging import FolderAsItIs, compare, shapes_of
 
 _LOOK_SECONDS = 0.001
@@ -107,18 +107,24 @@ class ExternalEngine:
         self._room = asyncio.Semaphore(limits.connections)
         self._loads = 0  # number of loads that have begun
         self._folder = Path()  # folder of the last load
+        self._raw: bool | None = None  # whether the server `reports_raw`; None: it was not asked
         self._in_doubt = False  # the last canary has not proven that the server has the weights of its version
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
-        """Check that no request has a grammar, which servers of other makes do not get. Nothing is sent.
-
-        Raises:
-            RefusedRequest: a request has one.
-        """
+        """Check that no request has a grammar, which servers of other makes do not get. Before the first request with a
+        temperature or filters, ask the server whether its log-probabilities follow them. Raises RefusedRequest if a
+        request has a grammar, or they do not."""
         if any(request.sampling.grammar for request in requests):
             raise RefusedRequest("sampling.grammar", "a grammar", f"none: {self.name} is not the embedded engine")
+        shaped = any(is_shaped(request.sampling) for request in requests)
+        if shaped and self._raw is None:
+            async with self._changing:  # then the server is not paused
+                if self._raw is None:
+                    self._raw = await reports_raw(self._make, self._limits.vocab_size, self._limits.context_length)
+        if shaped and self._raw:
+            raise RefusedRequest("sampling", f"a temperature or filters, and {self.name} {RAW}", NOT_RAW)
 
     def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
         """Start a task for each completion of the requests; returns the stream of their results.
@@ -182,8 +188,7 @@ class ExternalEngine:
                 if ended not in (*_REASONS, "abort"):
                     raise EngineLost(self.name, f"ended {completion.request.id} with the reason {ended!r}")
                 if ended == "abort":
-                    completion.interrupted += completion.told > 0
-                    self._counts.interrupted += completion.told > 0
+                    self._counts.interrupted += completion.interrupt()
                     self._counts.recomputed += len(completion.token_ids)
             if completion.uncertain:
                 await self._sampling.wait()  # for the proof
@@ -383,15 +388,11 @@ class ExternalEngine:
         for completion in itertools.chain.from_iterable(self._open.values()):
             if completion.asked:
                 completion.had.append(version)
-                completion.interrupted += completion.told > 0
-                self._counts.interrupted += completion.told > 0
+                self._counts.interrupted += completion.interrupt()
 
     async def _drain(self) -> None:
-        """Wait until the requests that the pause has ended have delivered their last tokens.
-
-        Raises:
-            EngineLost: they do not end within five seconds.
-        """
+        """Wait until the requests that the pause has ended have delivered their last tokens. Raises EngineLost if they
+        do not end within five seconds."""
         end = time.monotonic() + _DRAIN_SECONDS
         while any(open.asked and open.told for open in itertools.chain.from_iterable(self._open.values())):
             if time.monotonic() > end:
@@ -424,11 +425,7 @@ class ExternalEngine:
     async def health(self) -> EngineHealth:
         """Version of the weights, numbers of completions, and counters. Requests that wait in the server count as
         running. `needed` is the share of the recipe's slots in use, or that of the server's KV cache if it reports a
-        larger one.
-
-        Raises:
-            EngineLost: the engine has failed.
-        """
+        larger one. Raises EngineLost if the engine has failed."""
         self._check_working()
         opened = [opened for opened in self._open.values() if not all(completion.done for completion in opened)]
         unfinished = sum(len(completion.token_ids) for completion in itertools.chain.from_iterable(opened))

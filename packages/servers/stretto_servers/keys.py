@@ -192,12 +192,13 @@ def check_window(recipe: Recipe, base: ModelFolder, longest: int) -> None:
 
 
 def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
-    """Check every server of `engine.addresses`: request its model, and its tokens of some of the prompts. Passes
-    without addresses. `base`: the policy's folder. `prompts`: token ids of each.
+    """Check every server of `engine.addresses`: request its model, its tokens of some of the prompts, and a
+    sample. Passes without addresses. `base`: the policy's folder. `prompts`: token ids of each.
 
     Raises:
         RecipeError: the errors of `check_running_servers`.
     """
     if recipe.engine.addresses:
         needed = min(base.context_length, max(map(len, prompts)) + recipe.sampling.max_tokens)
-        check_running_servers(recipe.engine, make_of_recipe(recipe), base, needed, tokenizer, prompts)
+        sampling = recipe.sampling.record(())
+        check_running_servers(recipe.engine, make_of_recipe(recipe), base, needed, tokenizer, prompts, sampling)

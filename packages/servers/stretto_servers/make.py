@@ -20,7 +20,7 @@ from typing import Protocol
 
 import msgspec
 
-from stretto.core.canary import DECODED, Scores
+from stretto.core.canary import DECODED, LENGTH, Scores
 from stretto.core.errors import WireError
 from stretto.core.records import Likeliest, Record, Sampling
 from stretto.engine.config import MAKES, Capabilities, EngineConfig
@@ -195,18 +195,47 @@ async def canary_scores(make: Make, text: Sequence[int], name: str, seed: int, c
     behind = random.Random(name).choices(text, k=longest) if keep else itertools.cycle(text)
     rest = tuple(itertools.islice(behind, max(0, longest)))
     prompt = (*rest, *text) if keep else (*text, *rest)
-    wanted = Continuation(name, prompt, Sampling(max_tokens=DECODED), DECODED, seed)
-    sampled, decoded = list[int](), list[float]()
+    together, pairs = await _scored(make, Continuation(name, prompt, Sampling(max_tokens=DECODED), DECODED, seed))
+    expected = await make.score(text) if keep else together[: len(text) - 1]
+    return Scores(expected, pairs=pairs)
+
+
+async def _scored(make: Make, wanted: Continuation) -> tuple[tuple[float, ...], tuple[tuple[float, float], ...]]:
+    """Sample a continuation, and score it with its prompt at once; returns the scores of all tokens but the first, and
+    pairs (as sampled, as scored) of those sampled. Raises WireError if they are not one for each token."""
+    sampled, told = list[int](), list[float]()
     async with contextlib.aclosing(make.stream(wanted)) as deltas:
         async for delta in deltas:
             sampled += delta.token_ids
-            decoded += delta.logprobs
-    together = await make.score([*prompt, *sampled])
-    expected = await make.score(text) if keep else together[: len(text) - 1]
-    if not len(sampled) == len(decoded) == len(together) - len(prompt) + 1:
-        raise WireError(f"{name} was not scored: {len(sampled)} tokens, {len(together)} scores")
-    pairs = tuple(zip(decoded, together[len(prompt) - 1 :], strict=True))
-    return Scores(expected, pairs=pairs)
+            told += delta.logprobs
+    together, before = await make.score([*wanted.token_ids, *sampled]), len(wanted.token_ids) - 1
+    if not len(sampled) == len(told) == len(together) - before:
+        raise WireError(f"{wanted.id} was not scored: {len(sampled)} tokens, {len(together)} scores")
+    return together, tuple(zip(told, together[before:], strict=True))
+
+
+_SURE = Sampling(max_tokens=8, temperature=0.02, top_k=1, top_p=1e-6)
+#: What a server does that `reports_raw`, and what is needed instead.
+RAW = "reports log-probabilities of tokens as if it sampled them at temperature 1 without filters"
+NOT_RAW = "vLLM with --logprobs-mode processed_logprobs, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB, or a "
+NOT_RAW += "temperature of 1 and no filters"
+
+
+def is_shaped(sampling: Sampling) -> bool:
+    """Whether temperature or filters change the distribution that is sampled from. Greedy decoding does not count."""
+    return sampling.temperature not in (0, 1) or sampling.filtered
+
+
+async def reports_raw(make: Make, vocabulary: int, context: int) -> bool:
+    """Whether a server reports log-probabilities without temperature and filters, vLLM's default. It samples where both
+    leave the likeliest token alone, nearly or wholly, with a log-probability of 0: these of a server that ignores them
+    are nearer to the token's score. `vocabulary`: number of token ids; `context`: length in tokens. Raises WireError
+    as `canary_scores`.
+    """
+    name, length = f"raw-{secrets.token_hex(8)}", min(LENGTH, context - _SURE.max_tokens - 1)
+    prompt = random.Random(name).choices(range(vocabulary), k=length)  # of random tokens no model is sure
+    _, pairs = await _scored(make, Continuation(name, prompt, _SURE, _SURE.max_tokens, seed=0))
+    return sum(abs(told - score) for told, score in pairs) < sum(abs(told) for told, _ in pairs)
 
 
 @dataclass(frozen=True)
