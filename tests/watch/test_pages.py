@@ -8,6 +8,7 @@ no such series.
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import closing
@@ -414,3 +415,10 @@ def test_an_engine_that_joins_later_has_no_distance_before(tmp_path: Path) -> No
     steps = steps_of(tmp_path, {"engine-0": 0.25}, {"engine-0": 0.25, "engine-1": 0.5}, {"engine-1": 0.75})
     assert steps.column("canary").tolist() == pytest.approx([0.25, 0.5, 0.75])
     assert steps.column("canary.engine-1").tolist() == pytest.approx([math.nan, 0.5, 0.75], nan_ok=True)
+
+
+def test_the_seconds_of_a_step_are_what_the_sentence_below_their_curve_says(tmp_path: Path) -> None:
+    pages = (Path(__file__).parent.parent.parent / "web" / "src" / "data" / "curves.ts").read_text(encoding="utf-8")
+    [(named,)] = [re.findall(r"`(\w+)` of this step", line) for line in pages.split("\n") if " seconds_step:" in line]
+    steps = steps_of(tmp_path, {}, {})
+    assert steps.column("seconds_step")[1:].tolist() == np.diff(steps.column(named)).tolist() == [2.0]

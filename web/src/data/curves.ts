@@ -7,7 +7,7 @@ const KNOWN: Record<string, { sentence: string; unit: string }> = sentences
 const DERIVED: Record<string, { sentence: string; unit: string }> = {
   evaluation: KNOWN['evaluation.accuracy'] ?? { sentence: '', unit: '' },
   masked_fraction: { sentence: '`masked_tokens` / (`masked_tokens` + `trained_tokens`) of the batch', unit: '0–1' },
-  seconds_step: { sentence: '`wall_seconds` of this step minus that of the step before', unit: 's' },
+  seconds_step: { sentence: '`rl_seconds` of this step minus that of the step before', unit: 's' },
   tokens_per_second: { sentence: '`trained_tokens` of the batch / `seconds_step`', unit: 'tokens/s' },
 }
 
