@@ -31,6 +31,7 @@ from stretto_report.watch.index.steps import Steps, curves
 from stretto_report.watch.index.trajectories import Trajectories
 from stretto_report.watch.runs.folder import logs_of
 from stretto_report.watch.runs.run import WatchedRun
+from stretto_report.watch.web.events import Follower
 from tests.store.lines import write_lines
 from tests.store.make import ledger_at, run_at, sql
 from tests.watch.conftest import alone, serving
@@ -356,6 +357,33 @@ def test_a_run_is_followed_through_steps_a_rewind_and_its_death(tmp_path: Path) 
         folder.release()
         assert next(data for name, data in seen if name == "run" and data["state"] != "running")["state"] == "dead"
         seen.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("newest", [2, 3, 5, 7])
+def test_a_page_that_comes_back_keeps_no_step_of_a_run_that_was_resumed_before_it(newest: int, tmp_path: Path) -> None:
+    """It gets the steps since its last one, or loads its curves again if that was trained again meanwhile."""
+
+    def follow(last: str | None) -> Follower:
+        return Follower(WatchedRun("live", tmp_path, "live", Cache(tmp_path / "index.sqlite")), last)
+
+    def news(follower: Follower) -> list[tuple[str, Any]]:
+        return [(name, id) for name, id, _ in follower.news() if name in ("step", "reset")]
+
+    write_lines(tmp_path / "metrics.jsonl", [step_line(step) for step in range(1, 5)])
+    page = follow(None)
+    [first] = [id for _, id, _ in page.news() if id]
+    write_lines(tmp_path / "metrics.jsonl", [step_line(step) for step in range(1, 6)])
+    [(_, last)] = news(page)
+    assert news(follow(first)) == [("step", last)]
+    assert news(follow(last)) == []
+    write_lines(tmp_path / "metrics.jsonl", [step_line(step) for step in range(1, 8)])
+    assert [name for name, _ in news(follow(last))] == ["step", "step"]
+    again = [step_line(step, reward=0.1 * step + 0.5 * (step > 1)) for step in range(1, newest + 1)]
+    write_lines(tmp_path / "metrics.jsonl", again)
+    back = follow(last)
+    assert [name for name, _ in news(back)] == ["reset"]
+    write_lines(tmp_path / "metrics.jsonl", [*again, step_line(newest + 1)])
+    assert [name for name, _ in news(back)] == ["step"]
 
 
 def test_what_was_read_is_found_again_in_the_cache_unless_the_run_is_another(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,17 @@ class Steps:
         for name in columns.keys() - set(self.table.names):
             self.table.add(name)
         self.table.append(columns)
+
+    def id(self, row: int) -> str:
+        """Id of the step in a row of the table; another one once the step was trained again."""
+        numbers = np.array([self.table[name][row] for name in _NUMBERS])
+        return f"{self.table['step'][row]}-{blake2b(numbers.tobytes(), digest_size=8).hexdigest()}"
+
+    def step_of(self, id: str) -> int | None:
+        """Number of the step with this id; None if there is none."""
+        step, numbers = id.partition("-")[0], self.table["step"]
+        row = int(np.searchsorted(numbers, int(step))) if step.isdecimal() and len(step) < 18 else len(numbers)
+        return int(step) if row < len(numbers) and self.id(row) == id else None
 
     @property
     def series(self) -> dict[str, Column]:

@@ -255,13 +255,13 @@ class Dashboard:
         return {"runs": ids, "keys": keys}
 
     async def _events(self, request: Request) -> Response:
-        last = request.headers.get("last-event-id", "")
+        last = request.headers.get("last-event-id")
 
         def follow() -> Follower | None:
             if (run := self._catalog.find(request.path_params["run"])) is None:
                 return None
             self._catalog.opened(run)
-            return Follower(run, int(last) if last.isdecimal() and len(last) < 18 else None)
+            return Follower(run, last)
 
         if (follower := await self.read(follow)) is None:
             return _refused(404, "run", "is not there", "see /api/runs")

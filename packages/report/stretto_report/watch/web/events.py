@@ -20,16 +20,17 @@ _READ_SECONDS = 0.1
 _PING_SECONDS = 10.0
 _MOST_STEPS = 500  # most steps of one poll; a client further behind loads the curves again
 
-Event = tuple[str, int | None, Any]  # name, id, data
+Event = tuple[str, str | None, Any]  # name, id, data
 
 
 class Follower:
     """State of one client of the event stream: what it has been sent of a run."""
 
-    def __init__(self, run: WatchedRun, last_step: int | None) -> None:
-        """Begin to follow `run` for one client. `last_step`: the newest step that the client has; None: the client
-        loads the curves itself."""
-        self._run, self._last = run, last_step
+    def __init__(self, run: WatchedRun, last_id: str | None) -> None:
+        """Begin to follow `run` for one client. `last_id`: id of the newest event that the client has. None: the client
+        loads the curves itself; it is told to if the step of `last_id` is not there, or was trained again since."""
+        self._run, self._last_id = run, last_id
+        self._last: int | None = None
         self._summary: RunSummary | None = None
         self._seen: dict[str, Any] = {}
         self._alarms: set[tuple[str, str]] = set()
@@ -71,7 +72,7 @@ class Follower:
         fresh, self._alarms = alarms.keys() - self._alarms, {*alarms}
         yield from (("alarm", None, alarm) for key, alarm in alarms.items() if key in fresh)
         if self._changed("findings", told := findings.told()):
-            yield "findings", None, told
+            yield "findings", self._newest_id, told  # with the first news: a client may come back before a step
         table = {"total": tables.trajectories.table.rows, "indexed": tables.trajectories.indexed}
         if self._changed("trajectories", tables.trajectories.changes):
             yield "trajectories", None, table
@@ -79,8 +80,12 @@ class Follower:
             yield "timeline", None, {"end": tables.spans.end}
 
     def _steps(self) -> Iterator[Event]:
-        steps = self._run.tables.steps
+        steps, told = self._run.tables.steps, self._last_id
         numbers = steps.table["step"]
+        if told is not None:
+            self._last, self._last_id = steps.step_of(told), None
+            if self._last is None:
+                yield "reset", self._newest_id, {}
         if not len(numbers):
             return
         newest = int(numbers[-1])
@@ -90,7 +95,7 @@ class Follower:
         first = int(np.searchsorted(numbers, self._last, side="right"))
         if len(numbers) - first > _MOST_STEPS:
             self._last = newest
-            yield "reset", newest, {}
+            yield "reset", self._newest_id, {}
             return
         if first == len(numbers):
             return
@@ -101,8 +106,13 @@ class Follower:
             values = {name: finite(float(column[row])) for name, column in columns.items()}
             x = {"step": int(numbers[row]), "wall_seconds": values["wall_seconds"], "rl_seconds": values["rl_seconds"]}
             x |= {"trained_tokens": float(tokens[row]), "trajectories": float(trained[row])}
-            yield "step", int(numbers[row]), {"step": int(numbers[row]), "values": values, "x": x}
+            yield "step", steps.id(row), {"step": int(numbers[row]), "values": values, "x": x}
         self._last = newest
+
+    @property
+    def _newest_id(self) -> str | None:
+        steps = self._run.tables.steps
+        return steps.id(-1) if len(steps.table["step"]) else None
 
     def _changed(self, name: str, value: Any) -> bool:
         before, self._seen[name] = self._seen.get(name), value
