@@ -127,7 +127,7 @@ def _write_mix(builder: Any, wanted: Any, heads: Any, vectors: Any, *places: Any
 
 #: In a loop, ``_scores((kind, query, keys, gap, vectors, out, ahead, lines))`` writes the products of a query and LANES
 #: keys, `gap` bytes apart, to `out`. Each has `vectors` vectors of memory; a query's are float32 for WIDENED, the even
-#: numbers of a vector before the odd. `ahead`: address to fetch `lines` times `vectors` vectors from.
+#: numbers of a vector before the odd. `lines` times `vectors` vectors are fetched from the address `ahead` on.
 _scores: Any = written(_write_scores, 8)
 
 #: In a loop, ``_mix((kind, heads, vectors, values, gap, count, weights, stride, totals, total_stride, ahead))`` adds
@@ -137,14 +137,22 @@ _mix: Any = written(_write_mix, 11)
 
 
 @inlined
+def _order(bits: Any) -> Any:
+    """The bits of a float32 number as an integer in the order of such numbers, and back. The compiler vectorises the
+    largest of integers, but not of floats, among which there may be NaN."""
+    return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+
+
+@inlined
 def _weigh(scores: Any, scaling: Any, softcap: Any) -> None:
     """Replace scores, in place, by the softmax of the scaled and, if `softcap` > 0, capped scores."""
-    top, mass = F(-np.inf), F(0.0)
+    largest, mass = np.int32(-0x80000000), F(0.0)
     for p in range(U(len(scores))):
         scores[p] *= scaling
         if softcap > F(0.0):  # softcap * tanh(score / softcap) (Gemma 2)
             scores[p] = softcap * tanh(scores[p] / softcap)
-        top = max(top, scores[p])
+        largest = max(largest, np.int32(_order(np.int32(F(scores[p]).view(np.int32)))))
+    top = np.int32(_order(largest)).view(np.float32)
     for p in range(U(len(scores))):
         scores[p] = exp(scores[p] - top)
         mass += scores[p]
