@@ -258,7 +258,7 @@ def test_a_run_that_begins_to_write_while_its_ledger_is_read_is_read_again(tmp_p
     """A ledger that nobody writes to is read without locks. An integrity check found an undamaged one damaged when a
     run was resumed meanwhile."""
     small_run(tmp_path / "run", make)
-    folder, beginning = RunFolder.open(tmp_path / "run"), ["9.1.0"]
+    folder, beginning, found = RunFolder.open(tmp_path / "run"), ["9.1.0"], list[int]()
 
     def read() -> int:
         with reading(folder.ledger) as connection:
@@ -266,12 +266,18 @@ def test_a_run_that_begins_to_write_while_its_ledger_is_read_is_read_again(tmp_p
             if beginning:
                 with RunFolder.resume(folder.path), ledger_at(folder.ledger) as ledger:
                     ledger.issue(beginning.pop(), make.prompt, 3, 1)
+                if found:
+                    raise StoreError("it is damaged")
+            found.append(before)
             return before
 
+    assert once_at_rest(folder.ledger, read) == 4
+    beginning.append("9.2.0")
     with pytest.raises(StoreError, match=r"ledger\.sqlite: a run began to write while it was read: try again"):
         read()
-    beginning.append("9.2.0")
-    assert once_at_rest(read) == 5
+    beginning.append("9.3.0")
+    assert once_at_rest(folder.ledger, read) == 6
+    assert found == [3, 4, 6]
 
 
 def test_an_export_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path, make: Make) -> None:

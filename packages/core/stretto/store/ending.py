@@ -136,7 +136,7 @@ def read_ending(ledger: Path) -> Ending | None:
         with reading(ledger) as connection:
             return fact(connection, ENDING, Ending)
 
-    return once_at_rest(read)
+    return once_at_rest(ledger, read)
 
 
 def cut(text: str) -> str:

@@ -68,7 +68,7 @@ def inspect_run(path: str | Path) -> Inspection:
         StoreError: the ledger cannot be read, or is damaged.
     """
     folder = RunFolder.open(path)
-    found = of_branch(once_at_rest(lambda: _inspected(folder.ledger)), branch_of(folder.path))
+    found = of_branch(once_at_rest(folder.ledger, lambda: _inspected(folder.ledger)), branch_of(folder.path))
     how = condition(folder.path)
     return msgspec.structs.replace(found, gateway=_gateway(folder), state=how.state, reason=how.reason)
 

@@ -119,7 +119,7 @@ def last_step(path: Path) -> int:
             found: int = connection.execute("SELECT coalesce(max(step), 0) FROM steps").fetchone()[0]
             return found
 
-    return once_at_rest(read)
+    return once_at_rest(path, read)
 
 
 def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
@@ -130,7 +130,7 @@ def read_fact(path: Path, name: str, kind: type[Value]) -> Value | None:
         with reading(path) as connection:
             return find_fact(connection.execute(META), path, name, kind)
 
-    return once_at_rest(read)
+    return once_at_rest(path, read)
 
 
 def fact(connection: sqlite3.Connection, name: str, kind: type[Value]) -> Value | None:

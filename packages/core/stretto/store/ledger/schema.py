@@ -30,7 +30,7 @@ import sqlite3
 import struct
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
@@ -53,8 +53,6 @@ _MAGIC = {0x377F0682: "<", 0x377F0683: ">"}  # magic number: byte order in which
 
 Sums = tuple[int, int]
 Read = TypeVar("Read")
-#: Why a reader must begin again.
-BEGAN = "a run began to write while it was read: try again"
 _BEGINNINGS = 3
 
 
@@ -315,7 +313,8 @@ def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connect
 
     Raises:
         StoreError: as `open_for_reading`; or the block raised an error of SQLite, ValueError, TypeError or
-            AssertionError, as reading a damaged value does; or a run began to write meanwhile.
+            AssertionError, as reading a damaged value does. If a run began to write meanwhile, the error says so:
+            what is not damaged may have been read torn.
     """
     resting = _at_rest(path)
     try:
@@ -324,23 +323,25 @@ def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connect
     # A damaged page yields values of unexpected types, and text that is not UTF-8.
     except (StoreError, sqlite3.Error, ValueError, TypeError, AssertionError, *UNREADABLE) as error:
         if resting and resting != _at_rest(path):
-            raise StoreError(f"{path}: {BEGAN}") from error
+            raise _Began(f"{path}: a run began to write while it was read: try again") from error
         if isinstance(error, StoreError):
             raise
         raise StoreError(f"{path}: cannot be read: {error}") from error
-    if resting and resting != _at_rest(path):
-        raise StoreError(f"{path}: {BEGAN}")
 
 
-def once_at_rest(read: Callable[[], Read]) -> Read:
-    """Result of `read`, which reads a ledger by `reading`. It is called again if a run began to write meanwhile: a
-    ledger to which no run writes is read without locks, so what was read may be of two times."""
+class _Began(StoreError):
+    """A run began to write while a ledger at rest was read."""
+
+
+def once_at_rest(path: Path, read: Callable[[], Read]) -> Read:
+    """Result of `read`, which reads the ledger at `path` by `reading`. It is called again if a run began to write
+    meanwhile: a ledger to which no run writes is read without locks, so what was read may be of two times."""
     for _ in range(_BEGINNINGS):
-        try:
-            return read()
-        except StoreError as error:
-            if BEGAN not in str(error):
-                raise
+        resting = _at_rest(path)
+        with suppress(_Began):
+            found = read()
+            if not resting or resting == _at_rest(path):
+                return found
     return read()
 
 
