@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import BoundViolated
 from stretto.model.decode.length_buckets import CacheLayout, LengthBuckets
+from stretto_kernels.large_pages import zeros
 from tests.trainer.scale.counting import LiveBytes
 
 CPU = torch.device("cpu")
@@ -100,6 +101,13 @@ def test_rows_that_come_together_lengthen_a_bucket_once() -> None:
     assert bucket.keys[1] is held
     assert [bucket.capacity for bucket in cache.used()] == [22, 9]  # of three, one had gone
     assert all(reads_own(cache, row, 10) for row in (0, 2))
+
+
+def test_memory_in_large_pages_is_zeros_of_its_own() -> None:
+    first, second = (zeros((2, 1 << 19), torch.float32, CPU) for _ in range(2))
+    first += 1
+    assert first.sum() == 1 << 20
+    assert not second.any()
 
 
 def test_a_cache_grows_and_shrinks_with_one_layer_there_twice_at_most() -> None:

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from stretto_kernels.compiled import F, U, abilities, code, compiled, floats, halves, inlined, widened, written
+from stretto_kernels.large_pages import piece
 
 #: Number of float32 numbers in a vector register.
 LANES = 16 if "+avx512f" in abilities() else 8
@@ -302,7 +303,7 @@ def in_panels(weight_NK: Tensor, out_PKW: Tensor | None = None) -> Tensor:
     weight_NK = weight_NK.contiguous()
     width, depth = weight_NK.shape
     if out_PKW is None:
-        out_PKW = weight_NK.new_empty((-(-width // WIDE), depth, WIDE))
+        out_PKW = piece((-(-width // WIDE), depth, WIDE), weight_NK.dtype)
     _pack(weight_NK.data_ptr(), out_PKW.data_ptr(), depth, width, kind_of(weight_NK.dtype, depth))
     return out_PKW
 

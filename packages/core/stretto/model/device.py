@@ -3,11 +3,9 @@ memory."""
 
 from __future__ import annotations
 
-import math
-import mmap
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import numpy.typing as npt
@@ -17,7 +15,6 @@ from torch import Tensor
 from stretto.core.errors import OutOfMemory
 
 _WHOLE = 1.0
-_LARGE_PAGE = 2 << 20  # bytes
 _SETTINGS = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 _LONGEST = 300  # most characters of an allocator's message
 _SHORT = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory")  # messages of NCCL, cuBLAS, the CPU
@@ -42,21 +39,6 @@ def copied(array: npt.NDArray[Any], device: torch.device | str) -> Tensor:
     if torch.device(device).type == "cuda" and array.size:
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of zeros for memory that is read as a whole in each step. On the CPU it is in large pages (2 MiB) if
-    Linux has them and whole ones are at most an eighth more: a step waits for the addresses of small ones."""
-    count = math.prod(shape)
-    size = count * dtype.itemsize
-    more = -size % _LARGE_PAGE
-    if device.type != "cpu" or not count or more > size // 8 or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # The system lets memory begin at a large page only if it ends at one.
-    memory = mmap.mmap(-1, size + more, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a system without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
 
 
 def spare(device: torch.device, coming: int) -> int | None:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from stretto.core.errors import BoundViolated
-from stretto.model.device import zeros
+from stretto_kernels.large_pages import zeros
 
 Ints = npt.NDArray[np.int64]
 
