@@ -110,6 +110,12 @@ def undefined(groups):
 def nan(groups):
     return [[float("nan")] * len(group) for group in groups]
 
+def huge(groups):
+    return [[10**400] * len(group) for group in groups]
+
+def pairs(groups):
+    return [[torch.ones(2)] * len(group) for group in groups]
+
 @declare(along=True)
 def per_completion(groups):
     return [[completion.total for completion in group] for group in groups]
@@ -226,6 +232,8 @@ TRIED = [
     ("algorithm.advantages", "short", ["returned [[0.0], [0.0]], and not a number for each completion of each group"]),
     ("algorithm.advantages", "undefined", ["raised ZeroDivisionError", "broken.py:"]),
     ("algorithm.advantages", "nan", ["returned nan, which is not a finite number"]),
+    ("algorithm.advantages", "huge", ["returned a whole number that is too large for a float"]),
+    ("algorithm.advantages", "pairs", ["returned [[tensor([1., 1.])", "a number for each completion of each group"]),
     ("algorithm.advantages", "per_completion", ["a number for each loss token", "declared to go along them"]),
     ("rollout.filter", "keeps", ["returned list, and not a reason for each trajectory"]),
     ("rollout.filter", "strangers", ["refuses '0.1.2/3', which is no trajectory of the group"]),

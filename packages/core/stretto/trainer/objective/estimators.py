@@ -176,7 +176,10 @@ def estimate_faults(estimator: EstimatorSection, groups: Groups, found: Any) -> 
         if estimator.along:
             got, numbers = [*got, *map(len, numbers)], list(chain.from_iterable(numbers))
         strange = [number for number in numbers if not math.isfinite(number)]
-    except TypeError:
+    except OverflowError:
+        yield "returned a whole number that is too large for a float"
+        return
+    except (TypeError, ValueError):  # math.isfinite raises the latter for a tensor of several numbers
         got, strange = [], []
     if got != needed:
         yield f"returned {repr(found)[:80]}, and not {what}"
