@@ -37,6 +37,7 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([stretto.Datum((), ())], None, {}, r"data\[0\].token_ids: 0 tokens; 1 to 192, the context of the model"),
         ([TOLD], "ppo", {}, r'data\[0\].logprobs: is missing; the loss "ppo" needs it: those that the engine gave'),
         ([stretto.Datum((2,), (3,), (float("nan"),))], None, {}, r"data\[0\].weights: nan; finite numbers are needed"),
+        ([stretto.Datum((2,), (3,), (10**400,))], None, {}, r"data\[0\].weights: 10*; finite numbers are needed"),
         ([stretto.Datum((2, 3), ((3, 4), (5,)))], None, {},
          r"data\[0\].targets: \(5,\); a number for each position, or for each a row of K of them"),
         ([stretto.Datum((2,), ((3, 99),))], None, {}, r"data\[0\].targets: token 99 is not in this model's vocabulary"),
@@ -68,7 +69,7 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([TOLD], lambda *_: torch.zeros((), requires_grad=True) * 2, {}, "computed from the log-probabilities"),
         ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
     ],
-    ids=range(30),
+    ids=range(31),
 )  # fmt: skip
 def test_data_and_losses(
     trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str

@@ -306,7 +306,7 @@ def _problems(one: object, vocabulary: int, longest: int, number: int, place: st
             found.append(Problem(f"{where}.{name}", told, "a number for each position, or for each a row of K of them"))
     for name in ("weights", "logprobs", "advantages"):
         if wrong := [value for value in _flat(getattr(one, name)) if not _is_finite(value)]:
-            found.append(Problem(f"{where}.{name}", f"{wrong[0]}", "finite numbers are needed"))
+            found.append(Problem(f"{where}.{name}", f"{wrong[0]!s:.80}", "finite numbers are needed"))
     if wrong := [value for value in one.staleness if not _is_token(value, _MOST_LAG)]:
         told = f"numbers of versions, 0 to {_MOST_LAG - 1:,}, are needed"
         found.append(Problem(f"{where}.staleness", f"{wrong[0]!r:.80}", told))
@@ -326,4 +326,7 @@ def _is_token(token: object, vocabulary: int) -> bool:
 
 
 def _is_finite(value: object) -> bool:
-    return isinstance(value, Real) and math.isfinite(value)
+    try:
+        return isinstance(value, Real) and math.isfinite(value)
+    except OverflowError:  # a whole number with more than 308 digits
+        return False
