@@ -164,8 +164,9 @@ ESTIMATORS = Door(
 
 
 def estimate_faults(estimator: EstimatorSection, groups: Groups, found: Any) -> Iterator[str]:
-    """Yield one fault if `found`, the result of an estimator for these groups, has a wrong shape or a non-finite
-    number; otherwise nothing. A fault is a phrase that follows the estimator's name in a message."""
+    """Yield one fault if `found`, the result of an estimator for these groups, has a wrong shape, or a number that is
+    not finite or too large for a float; otherwise nothing. A fault is a phrase that follows the estimator's name in a
+    message."""
     needed: list[int] = [len(groups), *map(len, groups)]
     what = "a number for each completion of each group"
     if estimator.along:
