@@ -50,8 +50,8 @@ class JoinedMachine:
     """
 
     def __init__(self, name: str, join: Join, wire: Wire[FromAgent], folder: Path) -> None:
-        """Add a machine that has introduced itself with `join` on the connection `wire`; `serve` must be called for it.
-        `folder`: where the logs of its roles are written."""
+        """Prepare for a machine that has introduced itself with `join` on the connection `wire`; `serve` must be called
+        for it. `folder`: where the logs of its roles are written."""
         self.name, self.kind, self.host = name, join.kind, join.host
         self.clock_offset = 0.0
         self.mirrored = -1

@@ -55,7 +55,7 @@ class ServedModel:
 
     @cached_property
     def spell(self) -> Callable[[int], str]:
-        """Cached function that returns the text of a token id."""
+        """Function that returns the text of a token id; it caches texts."""
         return lru_cache(maxsize=_NAMES)(lambda token: self.template.spell((token,)))
 
     async def encoded(self, characters: int, encode: Callable[[], Encoded]) -> Encoded:

@@ -85,7 +85,7 @@ class _AnyThread(Ledger):
 
     def begin_call(self, id: str, number: int, asked: bytes, *, durable: bool) -> None:
         """Record that call `number` of the trajectory `id` begins, with its encoded request `asked`; if `durable`, it
-        is on disk on return. Ignored if the trajectory's group is no longer in flight."""
+        is in the file on return, not synced to disk. Ignored if the trajectory's group is no longer in flight."""
         with self.lock:
             if self.awaits(id.rpartition("/")[0]):
                 super().begin_call(id, number, asked, durable=durable)
@@ -98,8 +98,8 @@ class _AnyThread(Ledger):
                 super().end_call(id, number, reply)
 
     def put(self, name: str, value: object) -> None:
-        """Store a value as JSON under a name, replacing an earlier one. It is on disk after the next flush, in one
-        transaction with all changes before it.
+        """Store a value as JSON under a name, replacing an earlier one. It is in the file after the next flush, in
+        one transaction with all changes before it.
 
         Raises:
             DataError: the value cannot be written as JSON, or the ledger itself uses the name, as "ending" or "seed".
@@ -174,7 +174,8 @@ class FolderLedger(_AnyThread):
     RunFolderError. A read or write of the file raises StoreError if it is damaged, gone or cannot be written. A kill
     loses no batch that was taken and no group that was finished. If an engine has this ledger
     (`Engine.load(..., ledger=...)`) and samples the scheduler's tickets, a kill loses only the tokens of the last one
-    or two seconds. Other completions in flight are sampled again from their first token.
+    or two seconds. Other completions in flight are sampled again from their first token. The file is not synced to
+    disk: a loss of power may take the newest changes, batches that were taken too.
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
@@ -236,8 +237,8 @@ class FolderLedger(_AnyThread):
             turn: the ticket and the index of the trajectory in its group.
             asked: text by which a recorded reply is found; each is returned once.
             run: makes the call; returns its reply. An error that the program handles belongs into the reply.
-            repeatable: after a kill `run` may be called again. If False, the begin of the call is on disk before `run`
-                starts, and its reply before this returns.
+            repeatable: after a kill `run` may be called again. If False, the begin of the call is in the file before
+                `run` starts, and its reply before this returns.
 
         Raises:
             DataError: an argument has the wrong type, or `run` returned no text.

@@ -40,9 +40,9 @@ class Worker:
         self._ended: weakref.finalize[..., Worker] | None = None
 
     def judge(self, completion: str, gold: str, prompt: str, seconds: float) -> Judged:
-        """Judge a completion. Undecided if that takes more than `clock_limit(seconds)` of wall-clock time (60 s more
-        while the process starts), the process ends, or the text has a lone surrogate. A late process is killed; the
-        next call starts another."""
+        """Judge a completion. Undecided if that takes more than `clock_limit(seconds)` of wall-clock time (60 s more in
+        a call that starts the process), the process ends, or the text has a lone surrogate. A late process is killed;
+        the next call starts another."""
         try:
             request = msgspec.json.encode(_MathRequest(completion, gold, prompt)) + b"\n"
         except UnicodeEncodeError:

@@ -69,8 +69,8 @@ class Forest:
 
     def find(self, tokens: Tokens) -> Attachment:
         """Find the longest known path with which a turn's prompt `tokens` begin: one that ends with a given or finished
-        segment (the first of equal ones), or the trajectory's prompt (PROMPT); NOTHING without any. Returns the end of
-        the path and the tokens behind it."""
+        segment, or the trajectory's prompt (PROMPT); NOTHING without any. It may begin with the prompt or without.
+        Returns the end of the path and the tokens behind it."""
         starts = [(NOTHING, 0)]
         if self.prompt and tokens[: len(self.prompt)] == self.prompt:
             starts.append((PROMPT, len(self.prompt)))

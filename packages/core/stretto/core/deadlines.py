@@ -125,10 +125,9 @@ def _waits() -> dict[_Wait, None]:
 
 
 class StallTimer:
-    """Counts seconds without progress, except for time in which this process itself was stopped. Made in a running
-    event loop.
+    """Counts seconds without progress, from one `poll` of the caller to the next. Made in a running event loop.
 
-    After SIGSTOP or a suspend, polls are far apart: at most `longest` seconds count between two polls.
+    At most `longest` seconds count between two polls: after SIGSTOP or a suspend of this process they are far apart.
     """
 
     def __init__(self, longest: float) -> None:

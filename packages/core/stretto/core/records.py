@@ -37,7 +37,7 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
 
 
 class StopReason(enum.StrEnum):
-    """Reason why a completion ended."""
+    """Reason why a completion ended; an unfinished or aborted one has none."""
 
     STOP = "stop"  #: the model sampled an end-of-sequence token, or completed a stop text
     LENGTH = "length"  #: the token budget or the context was used up

@@ -146,11 +146,13 @@ def load(name: str, place: str, what: str, built_in: Mapping[str, str]) -> objec
 
 def check_source(name: str, place: str, what: str, built_in: Mapping[str, str], folder: str | None) -> None:
     """Check that the part called `name` exists, without importing it: the source text of a user-defined part is read,
-    if its module is in `folder` or the working directory. A module elsewhere, or whose text does not tell, passes. The
+    if its module is in `folder` or the working directory. Of a dotted name after the colon only the first part is
+    looked for. A module elsewhere, a missing one in a package that exists, and one whose text does not tell pass. The
     other arguments are those of `load`: `place` and `what`, for messages, and the table of built-in parts.
 
     Raises:
-        RecipeError: no built-in part has the name, there is no such module, or its text does not define the name.
+        RecipeError: no built-in part has the name, the module's top package is nowhere, or the module's text does not
+            define the name.
     """
     module, attribute = _named(name, place, what, built_in)
     if name in built_in:

@@ -64,7 +64,8 @@ StartRanks = Callable[[RanksAwaited, TrainerSpec], Awaitable[None]]
 
 
 class TrainerLink:
-    """Sends the trainer's process one order at a time and waits for its reply; replaces a process that dies."""
+    """Sends the trainer's process one order at a time and waits for its reply; replaces a process that dies, if it has
+    a `recovery`."""
 
     def __init__(
         self,
@@ -126,10 +127,11 @@ class TrainerLink:
     async def start(self, spec: TrainerSpec, version: int = 0, *, publish: bool = True) -> None:
         """Start the trainer and bring it to `version`, from the last checkpoint and the later batches. Returns when
         `version` is published, or, if not `publish`, when it is trained; the attribute `replayed` then has the updates
-        of the steps that were trained again. A process that dies meanwhile is replaced.
+        of the steps that were trained again. A process that dies meanwhile is replaced, unless the link has no
+        `recovery`.
 
         Raises:
-            RoleDied: the trainer died more often than `deadlines.trainer_restarts` allows.
+            RoleDied: the trainer died more often than `deadlines.trainer_restarts` allows, or once without `recovery`.
             RoleFailed: the trainer reports that it cannot continue.
             DeadlineExceeded: a reply took longer than `deadlines.start`, `step` or `save`.
         """

@@ -46,7 +46,8 @@ def shares(sources: Sequence[PromptSource]) -> list[int]:
 
 
 def epoch_order(sources: Sequence[PromptSource], seed: int, epoch: int) -> list[int]:
-    """Indices of an epoch's prompts, in the order in which they are drawn. The prompts of all sources are numbered one
+    """Indices of an epoch's prompts, in the order in which they are drawn: of each source as many as `shares` says, and
+    of a larger source others in the next epoch, while enough are unused. The prompts of all sources are numbered one
     after the other, from 0. The same seed and epoch give the same order."""
     order: list[int] = []
     start = 0

@@ -20,7 +20,7 @@ from stretto.trainer.messages import RankLost, RanksAwaited, ToTrainer
 
 class Ranks:
     """Collectives of a rank. All ranks must call the same methods in the same order. This class is for a single
-    process, so its methods return their input or do nothing; `stretto_cluster.ranks` is for several.
+    process, which has everything: nothing is exchanged. `stretto_cluster.ranks` is for several.
 
     Attributes:
         rank, count: number of this rank, and number of ranks.
@@ -51,7 +51,7 @@ class Ranks:
         per minibatch, gradients are summed over the ranks only then."""
 
     def all_reduce(self, values: Tensor) -> Tensor:
-        """The sum of `values` over the shares, bitwise equal on all ranks."""
+        """The sum of `values` over the shares, bitwise equal on all ranks. Ranks of one share count once."""
         return values
 
     def all_gather(self, own: Tensor) -> tuple[Tensor, int]:

@@ -180,8 +180,9 @@ class GatewayApp(ChatServer):
         return not self._operator_key or hmac.compare_digest(key.encode(), self._operator_key)
 
     def _controlled(self, id: str, key: str) -> AgentSession:
-        """Session with this id, if the key (its own, or an operator's) may reward, end and show it. Raises NotServed:
-        401 if it may not, 404 to an operator if there is no such session."""
+        """Session with this id, if the key (its own, or an operator's) may reward, end and show it. Without an
+        operator's key in the settings every key is an operator's. Raises NotServed: 401 if it may not, 404 to an
+        operator if there is no such session."""
         session = self.sessions.named(id)
         own = session is not None and hmac.compare_digest(key.encode(), session.key.encode())
         if not (own or self._operates(key)):

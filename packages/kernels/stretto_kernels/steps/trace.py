@@ -108,7 +108,8 @@ def module_forward(model: PreTrainedModel) -> Forward:
 
 class _Recorder(TorchFunctionMode):
     """While active as a context manager, records every torch call that makes a tensor, with its arguments, in
-    `graph`."""
+    `graph`. A call that writes in place, or whose result depends on values and is no tensor, raises
+    _NotTracedError."""
 
     def __init__(self, token_ids: Tensor, positions: Tensor) -> None:
         super().__init__()

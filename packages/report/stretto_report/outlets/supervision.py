@@ -99,8 +99,9 @@ class ToolFollower:
         self._before, self._fault, self._how = self._has(), "", ""
 
     async def run(self) -> None:
-        """Keep a process of the tool running, and replace it when it dies. Return once `end` was called and a process
-        has sent everything, or the last one has failed, which is reported. Raises only a cancellation."""
+        """Keep a process of the tool running, and replace it when it dies, however often. Return once a process has
+        sent everything after `end` was called, or one that was started after `end` has failed, which is reported.
+        Raises only a cancellation."""
         restarts = RestartBudget(math.inf, delay=_FIRST_PAUSE, factor=2.0, longest=_LONGEST_PAUSE)
         supervisor = Supervisor(
             self.tool, self._start, restarts, lambda _: self._tell(), wanted=lambda: not self._last, sleep=self._pause

@@ -45,8 +45,8 @@ def watch(
     say: Callable[[str], None],
     replays: Path | None = None,
 ) -> None:
-    """Serve the pages of all runs in or below `folders` until a signal arrives. `say` gets a line with the address once
-    the server listens.
+    """Serve the pages of the runs in or below `folders`, as `Catalog` finds them, until a signal arrives. `say` gets a
+    line with the address once the server listens.
 
     Args:
         token: secret for access on loopback, part of the address; None or "": one is generated.

@@ -42,7 +42,8 @@ class Loader:
         return {"tensors": tensors}
 
     def stretto_held(self, folder: str, shapes: str) -> dict[str, str]:
-        """Checksums of this worker's tensors, as text by name (`readback.held`). `shapes`: shapes of the published
+        """Checksums of the published tensors in this worker's memory, as text by name; those that cannot be read are
+        left out (`readback.held`). `folder` gets the counter file of the bytes read. `shapes`: shapes of the published
         tensors, as JSON."""
         found: dict[str, str] = _READBACK.held(
             self.model_runner.get_model(), json.loads(shapes), _ADVANCE.Advance(folder).add

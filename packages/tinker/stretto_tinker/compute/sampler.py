@@ -118,7 +118,7 @@ class Sampler:
         slots: int,
         cache: int,
     ) -> None:
-        """Sample with `engine`, which must be idle.
+        """Prepare to sample with `engine`, which must be idle.
 
         Args:
             model: that of the engine.

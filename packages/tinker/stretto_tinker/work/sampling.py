@@ -39,8 +39,11 @@ _BASE = Lane("")
 
 
 class Seeded(msgspec.Struct, frozen=True):
-    """A request for samples as it is recorded. Its seed is drawn when it is accepted, so that a repeated computation
-    gives the same tokens. `weights`: their path, None for the base model."""
+    """A request for samples as it is recorded, with a seed, so that a repeated computation gives the same tokens.
+
+    `seed`: that of the request modulo 2**62, or, if it has none, one drawn when the request was accepted. `weights`:
+    their path, None for the base model.
+    """
 
     sample: Sample
     seed: int

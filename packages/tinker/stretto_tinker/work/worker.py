@@ -407,8 +407,8 @@ class Worker:
         return found
 
     def _next(self, lane: Lane, sampling: Sampling) -> Waiting | None:
-        """Take the next request for an engine out of the queue: that of the client with the fewest open requests. None
-        if no request can begin there, memory is full, or the record cannot be read now."""
+        """Take a request for an engine out of the queue: of the client with the fewest in `sampling`, its open ones.
+        None if none can begin there, memory is full (and the lane has weights), or the record cannot be read now."""
         with self._wake:
             if (queue := self._asked.get(lane.weights)) is None or self._again or (self._full and lane.weights):
                 return None

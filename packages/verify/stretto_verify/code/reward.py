@@ -165,8 +165,9 @@ class CodeReward:
         return sum(right), next(problems, "")
 
     def _is_slow_alone(self, ended: ProgramEnd) -> bool:
-        """Whether the call that a timed-out run did not finish exceeded the limit of one call by itself. Its CPU time
-        is estimated from its share of the run's wall-clock time."""
+        """Whether the call that a timed-out run did not finish exceeded a limit of one call by itself: `seconds` of
+        CPU time, estimated from its share of the run's wall-clock time, or `clock_limit(seconds)` of wall-clock time.
+        """
         computed = ended.silent * ended.cpu_seconds / ended.seconds
         return computed >= self._config.seconds or ended.silent >= clock_limit(self._config.seconds)
 

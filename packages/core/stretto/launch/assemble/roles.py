@@ -220,7 +220,8 @@ async def running_roles(
 @contextmanager
 def _endpoints(plan: Plan, folder: RunFolder, version: int) -> Iterator[Endpoints]:
     """Context manager: the endpoints of a run whose present process begins at `version`. What a killed process of the
-    run left is removed first. The exit removes sockets and shared memory, also after a second signal."""
+    run left is removed first, and shared memory that killed processes of other runs left. The exit removes sockets and
+    shared memory, also after a second signal."""
     mailbox = mailbox_name(folder)
     _sweep(folder, mailbox)
     remove_abandoned(SHARED)

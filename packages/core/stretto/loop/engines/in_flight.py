@@ -152,7 +152,7 @@ class InFlight:
     def __init__(
         self, engines: Engines, journal: _SegmentJournal | None, restored: Mapping[str, GroupInFlight] | None = None
     ) -> None:
-        """Generate on `engines`, and record tokens in `journal`.
+        """Prepare to generate on `engines`, and to record tokens in `journal`.
 
         Args:
             journal: gets the tokens in flight; None: they are not kept, so a lost group starts again from its first
@@ -169,7 +169,8 @@ class InFlight:
         """Generate the group of `request`; yields its completions in the order of the members, once the last has ended.
 
         If an engine is lost, the request is sent again with the journaled tokens as prefixes; without a journal it
-        starts again. After `end`, no request is sent, and this waits until it is cancelled.
+        starts again. After EngineLied, all that this engine brought for the open request is dropped. After `end`, no
+        request is sent, and this waits until it is cancelled.
 
         Raises:
             EngineLost: more than three engines were lost with this group, so the group may be the cause.

@@ -60,8 +60,9 @@ class RunLog:
     """
 
     def __init__(self, path: Path, reporter: Reporter, steps: int = 0, seconds: float = _LINE_SECONDS) -> None:
-        """Append lines to the file at `path`, in the run folder. `reporter`: shows each event too. `steps`: the last
-        step of the run; 0: not known. `seconds`: least time between two progress lines."""
+        """Prepare to append lines to the file at `path`, in the run folder, which `note` opens for each line.
+        `reporter`: shows each event too. `steps`: the last step of the run; 0: not known. `seconds`: least time between
+        two progress lines."""
         self._path, self._reporter, self._seconds = path, reporter, seconds
         self._progress, self._waiting, self._written = RunProgress(steps), "", -math.inf
         self._folder = identity(path.parent)

@@ -91,7 +91,7 @@ class Grammars:
     """Compiles grammars for one model's tokenizer; thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocab_size: int) -> None:
-        """Compile the grammars of one model. `tokenizer` loads the tokenizer; it is called for the first grammar.
+        """Prepare; no grammar is compiled yet. `tokenizer` loads the tokenizer; it is called for the first grammar.
         `vocab_size`: number of token ids of the model."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()

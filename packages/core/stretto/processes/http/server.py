@@ -240,7 +240,8 @@ class _Protocol(_BoundedHeads):
 
 class HttpServer(uvicorn.Server):
     """uvicorn server that limits *strangers*, connections whose requests have not shown the key (`admit`): their
-    number, and how long one may be idle. On TCP sockets only, not on Unix sockets."""
+    number, and how long one may be idle. It does so on sockets that are given to `serve`, not on those that
+    uvicorn opens."""
 
     def __init__(
         self,

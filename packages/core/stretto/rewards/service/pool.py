@@ -68,8 +68,8 @@ class RewardPool:
 
         Args:
             log: file for the workers' output, kept small; None: it is dropped.
-            on_change: gets a sentence when a worker is replaced because of `hung`, or reports other `facts` than the
-                first.
+            on_change: gets a sentence when a worker is replaced because of `hung`, or reports a fact that no
+                worker before it did.
             hung: seconds without a heartbeat after which a worker that starts or is idle is replaced.
             rows: further data of the questions, by (prompt, gold answer); only `score_group` uses them, and a question
                 that is not in them has none.

@@ -23,9 +23,9 @@ from stretto.processes.kernel import memory_file
 
 
 class Facts:
-    """Facts about the reward that its workers report, as the level of the sandbox: those of the first worker, and those
-    of later workers that the first did not report or that differ. `known`: all, by name; those of later workers as
-    "NAME of WORKER".
+    """Facts about the reward that its workers report, as the level of the sandbox: those of the first worker that
+    reports any, and of later workers those that no worker has reported under the same name. `known`: all, by name;
+    those of later workers as "NAME of WORKER".
 
     >>> facts = Facts()
     >>> facts.hear("rewards-0", {"sandbox": "level A"}), facts.hear("rewards-1", {"sandbox": "level A"})

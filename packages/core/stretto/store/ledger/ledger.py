@@ -12,7 +12,7 @@ Changes are buffered and written together: before a batch is trained, once a sec
 ``flush_seconds`` or more after the last flush, and when a group has ended and payloads of 32 MiB wait. Facts and events
 wait for one of these, so that changes that belong together are in one transaction: for example, a group ends and its
 prompt is given back. A kill loses all changes since the last flush. Nothing outside has seen the effect of a lost
-change, since every process of a run ends with its conductor.
+change, since every process of a run ends with its conductor. A loss of power may take all changes since `sync`.
 """
 
 from __future__ import annotations

@@ -222,7 +222,8 @@ class LineFollower(Generic[Decoded]):
     """
 
     def __init__(self, path: Path, decoder: msgspec.json.Decoder[Decoded], *, links: bool = False) -> None:
-        """Follow the file at `path`, from its start. `links`: the path may be a link to a file."""
+        """Prepare to read the file at `path` from its start; `read_on` opens it. `links`: the path may be a link to a
+        file."""
         self._path, self._decoder, self._links = path, decoder, links
         # Device, inode, digests of the first line and of the bytes before `offset`. A file system may give a rewritten
         # file the inode of an earlier one, and a rewritten file begins like the earlier one.

@@ -36,7 +36,7 @@ class BranchLine(Record, frozen=True):
 
 
 class Catalog:
-    """All runs in some folders, or up to three levels below.
+    """The runs in some folders, or up to three levels below: the newest, at most `most_runs`.
 
     A folder is a run if it has a ledger, or other files of a run. Links below the given folders are not followed.
     """

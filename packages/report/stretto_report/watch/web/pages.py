@@ -41,8 +41,8 @@ Default = TypeVar("Default", int, None)
 
 
 def list_page(catalog: Catalog) -> Any:
-    """Return the rows of all runs, newest first, and which are branches of others, for GET /api/runs. The row of a run
-    that cannot be summarised has the reason."""
+    """Return the rows of the catalog's runs, newest first, the number of those that it leaves out, and which are
+    branches of others, for GET /api/runs. The row of a run that cannot be summarised has the reason."""
     rows = [_row(run) for run in catalog.all()]
     return {"runs": rows, "branches": catalog.branches(), "left_out": catalog.left_out, "version": __version__}
 
