@@ -132,7 +132,8 @@ class WorkflowPool:
         Raises:
             WorkflowError: more than the share `workflow.max_failed` of the last trajectories failed.
             EngineLost: a turn was tried on several engines, and all were lost.
-            RoleError: a worker cannot be restarted, the pool is closed, or the run could not serve an order.
+            RoleError: a worker cannot be restarted, workers have ended more than 64 times in ten minutes, the pool is
+                closed, or the run could not serve an order.
         """
         how = ""
         for losses in range(1 + _LOSSES):

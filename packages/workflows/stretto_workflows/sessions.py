@@ -43,7 +43,7 @@ class LedgerRecord:
 
 async def persistently(whole: WholeTurns, request: TurnRequest) -> Segment:
     """Sample one turn by `whole`, from its beginning again if its engine is lost; returns its segment. Raises
-    EngineLost if more than three engines are lost with it."""
+    EngineLost if more than three engines are lost with it; engines that leave the run do not count."""
     for attempt in attempts():
         with attempt:
             return await whole(request)

@@ -173,7 +173,8 @@ class InFlight:
         request is sent, and this waits until it is cancelled.
 
         Raises:
-            EngineLost: more than three engines were lost with this group, so the group may be the cause.
+            EngineLost: more than three engines were lost with this group, so the group may be the cause. Engines that
+                left the run do not count.
             RefusedRequest: an engine refused the request.
             DeadlineExceeded: no engine took the request, or none answered, in time.
         """
@@ -220,7 +221,7 @@ class InFlight:
         The turn is journaled before this returns, so the ledger never holds a later turn without it.
 
         Raises:
-            EngineLost: more than three engines were lost with this turn.
+            EngineLost: more than three engines were lost with this turn, as for `generate`.
             DeadlineExceeded: no engine took the turn, or none answered, in time.
             RefusedRequest: an engine refused the turn, or the trajectory's group was not begun or is forgotten.
         """
