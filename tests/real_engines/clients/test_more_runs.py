@@ -1,7 +1,8 @@
 """Promises of whole runs whose engine is a real server, as in `tests/real_engines/test_runs.py`, in cases that other
 tests have without one: the bound holds under the other policies of staleness (`tests/launch`); each
 process of a server, and the one between it and the conductor, is killed, and nothing is lost or left
-(`tests/servers/test_processes.py`); a hundred honest updates are proven."""
+(`tests/servers/test_processes.py`); a hundred honest updates are proven; a server that was started to report
+log-probabilities without temperature and filters is known from one that follows them."""
 
 import contextlib
 import os
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from stretto_servers.make import reports_raw
 from tests.launch.running import Command, Laboratory, exported, said, wait_until
-from tests.real_engines.serving import Installed, RealServer
+from tests.real_engines.serving import MODEL, Installed, RealServer
 from tests.real_engines.test_canary import proven
 from tests.real_engines.test_runs import SETTINGS, STEPS, assert_all_is_well, bounded, wait_until_step
 
@@ -33,6 +35,21 @@ def test_killed_servers_cost_and_leave_nothing(installed: Installed, laboratory:
 
 async def test_a_hundred_honest_updates_are_proven(either_server: RealServer) -> None:
     await proven(either_server, 100)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_server_whose_logprobs_ignore_temperature_and_filters_is_known(
+    installed: Installed, policy: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for raw in (False, True):
+        mode = "raw_logprobs" if raw else "processed_logprobs"
+        monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "true" if raw else "false")
+        arguments = ("--logprobs-mode", mode) if installed.kind == "vllm" else ()
+        with contextlib.closing(RealServer(installed, policy, dtype=dtype, arguments=arguments)) as server:
+            server.until_up()
+            asked = reports_raw(wire := server.wire(), len(MODEL.vocabulary), MODEL.context_length)
+            assert server.run(asked) == raw
+            server.run(wire.close())
 
 
 def disturbed(installed: Installed, laboratory: Laboratory, run_dir: Path, kills: list[str]) -> None:
