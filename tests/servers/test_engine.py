@@ -8,11 +8,9 @@ import asyncio
 import resource
 import sys
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from stretto.core.canary import FARTHEST, Canary, Challenge, Loaded
@@ -432,39 +430,3 @@ async def test_what_a_server_gives_up_is_told_up_to_the_version_in_doubt() -> No
     await play(server)
     assert engine.partials({"ab": [0]})["ab"][0].versions == (1, 1, 3)
     assert server.cached == {3}, "nothing of the refused version"
-
-
-class Shaping(ToyServer):
-    """Samples what it is asked for at once, from one distribution."""
-
-    def __init__(self, raw: bool) -> None:
-        super().__init__()
-        self._raw, self.likelihoods = raw, np.log(np.arange(1, VOCABULARY + 1) / sum(range(VOCABULARY + 1)))
-
-    async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
-        self.asked.append(continuation)
-        count, shaped = continuation.max_tokens, self.likelihoods / continuation.sampling.temperature
-        shaped -= np.log(np.exp(shaped - shaped.max()).sum()) + shaped.max()
-        tokens = np.random.default_rng(continuation.seed).choice(VOCABULARY, count, p=np.exp(shaped)).tolist()
-        told = (self.likelihoods if self._raw else shaped)[tokens].tolist()
-        yield Delta(tuple(tokens), tuple(told), ended="length")
-
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return tuple(self.likelihoods[list(token_ids[1:])].tolist())
-
-
-@pytest.mark.parametrize("sampling", [{"temperature": 0.8}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
-async def test_a_server_is_asked_once_whether_its_logprobs_are_of_the_distribution_that_it_samples(
-    sampling: dict[str, Any],
-) -> None:
-    plain = request("ab")
-    shaped = msgspec.structs.replace(plain, sampling=msgspec.structs.replace(plain.sampling, **sampling))
-    for raw in (False, True):
-        server, engine = await at(1, server=Shaping(raw))
-        await engine.prepare([plain])
-        assert server.asked == []
-        with pytest.raises(RefusedRequest, match="--logprobs-mode processed_logprobs") if raw else nullcontext():
-            await engine.prepare([plain, shaped])
-        await engine.prepare([plain])
-        await asyncio.gather(*(engine.prepare([shaped]) for _ in range(3)), return_exceptions=raw)
-        assert len(server.asked) == 1

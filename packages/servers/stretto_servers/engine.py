@@ -115,14 +115,17 @@ class ExternalEngine:
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
         """Check that no request has a grammar, which servers of other makes do not get. Before the first request with a
         temperature or filters, ask the server whether its log-probabilities follow them. Raises RefusedRequest if a
-        request has a grammar, or they do not."""
+        request has a grammar, or they do not, and EngineLost without an answer."""
         if any(request.sampling.grammar for request in requests):
             raise RefusedRequest("sampling.grammar", "a grammar", f"none: {self.name} is not the embedded engine")
         shaped = any(is_shaped(request.sampling) for request in requests)
         if shaped and self._raw is None:
             async with self._changing:  # then the server is not paused
                 if self._raw is None:
-                    self._raw = await reports_raw(self._make, self._limits.vocab_size, self._limits.context_length)
+                    try:
+                        self._raw = await reports_raw(self._make, self._limits.vocab_size, self._limits.context_length)
+                    except (WireError, DeadlineExceeded) as error:
+                        raise EngineLost(self.name, str(error)) from None
         if shaped and self._raw:
             raise RefusedRequest("sampling", f"a temperature or filters, and {self.name} {RAW}", NOT_RAW)
 
