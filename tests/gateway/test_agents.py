@@ -44,9 +44,9 @@ class Service:
             await asyncio.sleep(0.01)
         self.session = opened.json()
 
-    async def ask(self, text: str = "3+8=") -> httpx.Response:
+    async def ask(self, text: str = "3+8=", **headers: str) -> httpx.Response:
         body = {"model": MODEL, "messages": [{"role": "user", "content": text}]}
-        return await self.client.post(f"{self.session['base_url']}/chat/completions", json=body)
+        return await self.client.post(f"{self.session['base_url']}/chat/completions", json=body, headers=headers)
 
     async def tell(self, what: str, **told: Any) -> httpx.Response:
         """A ``reward``, or the ``end``."""
@@ -343,6 +343,28 @@ async def test_a_reward_is_recorded_at_once_for_what_was_said(tmp_path: Path, qu
     [turn] = [segment for segment in trajectory.segments if segment.sampled]
     assert turn.reward == (0.75 if question == "3+8=" else None)
     assert len(run.model.asked) == (1 if question == "3+8=" else 2)
+
+
+@pytest.mark.parametrize("key", ["one", "another", ""])
+async def test_a_turn_that_an_engine_broke_off_at_first_is_answered_from_the_record(tmp_path: Path, key: str) -> None:
+    """By any key: a program that is started again, or its library, draws a new one."""
+    run = run_of(tmp_path)
+    told = iter(["", "the recorded answer", "another answer"])
+
+    def script(prompt: str) -> str:
+        if said := next(told):
+            return said
+        raise EngineLost("engine-0", "was killed")
+
+    run.model.script = script
+    async with run.service() as service:
+        assert (await service.ask(**{"idempotency-key": "one"})).status_code >= 500
+        before = (await service.ask(**{"idempotency-key": "one"})).json()
+        service.member.cancel()  # the conductor is killed
+        await asyncio.gather(service.member, return_exceptions=True)
+    async with run.service() as service:
+        after = (await service.ask(**{"idempotency-key": key})).json()
+    assert after == before
 
 
 async def test_a_program_that_has_ended_well_is_not_started_again(tmp_path: Path) -> None:

@@ -251,10 +251,12 @@ class Session:
         self._turns.setdefault(self._before(node), deque()).appendleft(node)
 
     def prefer(self, asked: bytes, own: Callable[[bytes], bool]) -> None:
-        """Let the next `call` with the request `asked` return the first recorded reply for which `own` returns True. If
-        there is none, nothing changes. `own`: called with an encoded reply."""
+        """Let the next `call` with the request `asked` return the first recorded reply for which `own` returns True; if
+        there is none, the first of all, before calls that have none. `own`: called with an encoded reply."""
         waiting = self._replies.get(asked, deque())
-        if call := next((call for call in waiting if call.reply is not None and own(call.reply)), None):
+        replied = [(call, call.reply) for call in waiting if call.reply is not None]
+        if replied:
+            call = next((call for call, reply in replied if own(reply)), replied[0][0])
             waiting.remove(call)
             waiting.appendleft(call)
 
