@@ -29,6 +29,12 @@ from tests.gateway.serving import MODEL, ScriptedModel, model_of, tokenizer_of
 
 HERE = Path(__file__).parent
 PROMPT = Prompt("17", (), "3+8=", "11")
+#: Commands of a shell: a turn, a reward of 0.25, and the end of the session.
+ENDS = (
+    'body=\'{"model": "\'$OPENAI_MODEL\'", "messages": [{"role": "user", "content": "hi"}]}\'; '
+    'curl -sf -H "Authorization: Bearer $OPENAI_API_KEY" -d "$body" $OPENAI_BASE_URL/chat/completions && '
+    "curl -sf -d '{\"reward\": 0.25}' $STRETTO_SESSION/reward && curl -sf -X POST $STRETTO_SESSION/end"
+)
 
 
 @dataclass
@@ -132,14 +138,9 @@ async def test_every_prompt_of_an_agent_has_the_template_arguments_of_its_questi
 
 async def test_any_program_finds_its_session_in_its_environment(tmp_path: Path) -> None:
     """Its session has ended before its program, which may linger for a moment."""
-    program = (
-        'body=\'{"model": "\'$OPENAI_MODEL\'", "messages": [{"role": "user", "content": "hi"}]}\'; '
-        'curl -sf -H "Authorization: Bearer $OPENAI_API_KEY" -d "$body" $OPENAI_BASE_URL/chat/completions && '
-        "curl -sf -d '{\"reward\": 0.25}' $STRETTO_SESSION/reward && curl -sf -X POST $STRETTO_SESSION/end && sleep 60"
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(groups, "_LINGER_SECONDS", 0.2)
-        trajectory = await run_of(tmp_path).one(command=["sh", "-c", program])
+        trajectory = await run_of(tmp_path).one(command=["sh", "-c", f"{ENDS} && sleep 60"])
     assert trajectory.verdict.reward == 0.25
 
 
@@ -365,6 +366,16 @@ async def test_a_turn_that_an_engine_broke_off_at_first_is_answered_from_the_rec
     async with run.service() as service:
         after = (await service.ask(**{"idempotency-key": key})).json()
     assert after == before
+
+
+@pytest.mark.parametrize(("then", "deadline"), [("exit 3", 30.0), ("kill -9 $$", 30.0), ("sleep 60", 4.0)])
+async def test_what_a_program_does_after_its_acknowledged_end_decides_nothing(
+    tmp_path: Path, then: str, deadline: float
+) -> None:
+    """A run that was killed meanwhile would not see it."""
+    run = run_of(tmp_path)
+    seen, again = [await run.one(command=["sh", "-c", f"{ENDS}; {then}"], deadline=deadline) for _ in range(2)]
+    assert seen.verdict == again.verdict == Verdict(Outcome.RIGHT, 0.25)
 
 
 async def test_a_program_that_has_ended_well_is_not_started_again(tmp_path: Path) -> None:

@@ -249,6 +249,8 @@ class AgentGroups:
     async def _trajectory(self, session: AgentSession, prompt: Prompt, failure: str) -> Trajectory:
         services, given = self.services, session.rewards
         segments = session.session.segments(given.by_turn)
+        if any(call.asked == _ENDED and call.reply is not None for call in session.session.calls):
+            failure = ""  # the end that is on record decides, as it does after a crash
         failure = failure or session.broken
         if not failure and not segments:
             failure = "the agent has ended without a completion"
