@@ -15,10 +15,11 @@ from google.protobuf.message import EncodeError
 
 from stretto.core.errors import StoreError
 from stretto.engine.config import EngineConfig
+from stretto_tinker.checkpoints import Place
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.compute.learner import Learner
 from stretto_tinker.compute.sampler import Sampler
-from stretto_tinker.record import Asked, Record
+from stretto_tinker.record import QUEUED, Asked, Record
 from stretto_tinker.serve import TinkerServer
 from stretto_tinker.wire.outputs import Sampled, encode_sampled
 from stretto_tinker.work import sampling, turns, worker
@@ -234,3 +235,48 @@ def test_a_list_of_sessions_reads_the_checkpoints_once(address: str, monkeypatch
         found = told(first.post("sessions/search", {"limit": 100}))["sessions"]
     assert {one["session_id"]: one["checkpoints_count"] for one in found} == {first.session: 1, second.session: 0}
     assert reads == 1
+
+
+@pytest.mark.parametrize("shape", ["[]", "3", "null", '"x"', "{}", '{"base": 3, "shape": []}', "{"])
+def test_weights_whose_shape_is_damaged_fail_their_own_requests(
+    shape: str, backend: LocalBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where another's samples are under way, so that the room for them is looked for."""
+    monkeypatch.setattr(turns, "TURN_TOKENS", 8)
+    with serving(backend, tmp_path) as (address, server):
+        ann, bob = Client(address, "tml-ann"), Client(address, "tml-bob")
+        paths = [one.save(one.create(), 1, "it", "save_weights_for_sampler")["path"] for one in (ann, bob)]
+        whole, damaged = ann.sampler(0, paths[0]), bob.sampler(0, paths[1])
+        (server._service.weights.folder(Place.of(paths[1])) / "shape.json").write_text(shape)
+        with held(server):
+            asked = [ann.sample(whole, 0, _PROMPT, params=_LONG), bob.sample(damaged, 0, _PROMPT)]
+        wait_until(lambda: all(states(server, asked)), "both are settled", seconds=30)
+        assert ann.sampled(asked[0]).sequences
+        assert "tinker://" in bob.result(asked[1])["error"]
+
+
+def states(server: TinkerServer, asked: list[str]) -> list[bool]:
+    """Whether each request is settled."""
+    return [found is not None and found.state != QUEUED for found in map(server.record.request, asked)]
+
+
+@pytest.mark.parametrize("broken", ["_ready", "_held", "_turns"])
+def test_a_bug_in_the_choice_of_a_turn_does_not_end_the_thread(
+    broken: str, server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, running = server
+    client, called = Client(address, f"tml{broken}"), count()
+    owner, name = (running.worker._turns, "choose") if broken == "_turns" else (running.worker, broken)
+    whole = getattr(owner, name)
+
+    def failing(*words: Any) -> Any:
+        if next(called) < 2:
+            raise TypeError("a bug")
+        return whole(*words)
+
+    monkeypatch.setattr(worker, "_PAUSE_SECONDS", 0.01)
+    model = client.create()
+    monkeypatch.setattr(owner, name, failing)
+    asked = client.forward_backward(model, 1, data_for("cross_entropy"))
+    wait_until(lambda: all(states(running, [asked])), "it is settled", seconds=10)
+    assert client.output(asked).loss > 0

@@ -59,7 +59,7 @@ def read_shape(folder: Path, base: Path) -> Shape:
         if found["base"] != str(base):
             raise StoreError(f"{folder.name} is of another base model, {found['base']}")
         return msgspec.convert(found["shape"], Shape)
-    except (OSError, KeyError, ValueError, msgspec.ValidationError) as error:
+    except (OSError, KeyError, TypeError, ValueError, msgspec.ValidationError) as error:
         raise StoreError(f"{folder.name} is not whole: {error}") from None
 
 

@@ -155,8 +155,7 @@ class Worker:
             weights, one = waiting(asked)
             self._asked.setdefault(weights, SampleQueue()).add(one)
             return
-        lane = self._models.get(asked.lane)
-        if lane is None:
+        if (lane := self._models.get(asked.lane)) is None:
             lane = self._models[asked.lane] = ModelLane(asked.owner, self._record.next_seq(asked.lane) or 0)
         self._leaving.pop(asked.lane, None)
         if asked.seq < lane.next:  # its turn in the order has passed
@@ -168,25 +167,29 @@ class Worker:
     # In the worker's thread
 
     def _run(self) -> None:
-        while True:
-            with self._wake:
-                while not (self._stopping or self._orders or (ready := self._ready())):
-                    self._wake.wait(max(0.0, self._again - time.monotonic()) if self._again else None)
-                if self._stopping:
-                    break
-                orders, self._orders = self._orders, []
-                ready, held = self._ready(), self._held()
-            for order in orders:
-                self._guarded(order)
-            if ready:
-                chosen = self._turns.choose(ready, held)
-                owners, began = ready[chosen], self._clock()
-                self._guarded(partial(self._turn, chosen))
-                self._turns.spent(owners, self._clock() - began)
+        while not self._stopping:
+            self._guarded(self._round)
         for id, lane in list(self._models.items()):
             if lane.work is not None:
                 lane.work.close()
             self.models.retire(id)
+
+    def _round(self) -> None:
+        """Wait until there is work; do what other threads have ordered, and take a turn."""
+        with self._wake:
+            while not (self._stopping or self._orders or self._ready()):
+                self._wake.wait(max(0.0, self._again - time.monotonic()) if self._again else None)
+            if self._stopping:
+                return
+            ready, held = self._ready(), self._held()
+            orders, self._orders = self._orders, []
+        for order in orders:
+            self._guarded(order)
+        if ready:
+            chosen = self._turns.choose(ready, held)
+            owners, began = ready[chosen], self._clock()
+            self._guarded(partial(self._turn, chosen))
+            self._turns.spent(owners, self._clock() - began)
 
     def _guarded(self, piece: Callable[[], None]) -> None:
         """Call a piece of work; an unexpected error (a bug) ends only this piece: it is logged, and a pause follows."""
@@ -204,9 +207,8 @@ class Worker:
             later, self._later = self._later, []
             for asked in later:
                 self.submit(asked)
-        ready: dict[str | Lane, list[str]] = {
-            id: [lane.owner] for id, lane in self._models.items() if lane.next in lane.waiting
-        }
+        ready: dict[str | Lane, list[str]] = {}
+        ready |= {id: [lane.owner] for id, lane in self._models.items() if lane.next in lane.waiting}
         ready |= {lane: sampling.owners for lane, sampling in self._samplings.items() if not sampling.idle}
         begin = {} if self._again else beginning(self._asked, self._samplings, self._has_room)
         self._full = not all(map(self._has_room, begin))
@@ -357,8 +359,7 @@ class Worker:
             with self._wake:  # without an engine of its own, a client fails alone: others share one that works
                 queue = self._asked.get(lane.weights, SampleQueue())
                 gone = queue.discard(lambda asked: lane.owner in ("", asked.owner))
-                if not queue.owners:
-                    self._asked.pop(lane.weights, None)
+                self._asked = {weights: queue for weights, queue in self._asked.items() if queue.owners}
             for one in gone:
                 self._fail(one, why, USER if isinstance(error, RefusedRequest | StoreError) else SERVER)
             return
@@ -390,8 +391,7 @@ class Worker:
             for asked in sampling.open():
                 self._fail(asked, said(error), SERVER)
         with self._wake:
-            for name in [name for name, one in self._samplings.items() if one.idle]:
-                del self._samplings[name]
+            self._samplings = {name: one for name, one in self._samplings.items() if not one.idle}
         self._engines.trim()
 
     def _open(self, lane: Lane) -> list[str]:
