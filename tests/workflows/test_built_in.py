@@ -73,7 +73,7 @@ def played(
 
         async with WorkflowPool(config, tmp_path / "log.txt", spawner=session_server()) as pool:
             groups = WorkflowGroups(pool, opened, details, services)
-            return await groups.member("0.17.0/0", Prompt("17", tokens, "3+4=", "7"), 0, 1)
+            return await groups.member("0.17.0/0", Prompt("17", tokens, "3+4=", "7"), 0, 1, group_seed=0)
 
     return asyncio.run(run()), asked
 
