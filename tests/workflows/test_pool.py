@@ -327,12 +327,17 @@ def test_a_workflow_that_leaves_out_a_call_that_was_cut_short_is_undecided(bench
     assert verdict.reason == "the call 'callpay' of 0.17.0/0 was cut short, and is not made a second time"
 
 
-async def test_what_still_runs_when_the_pool_is_closed_ends_with_it(bench: MakeBench) -> None:
-    made = bench("Waits", members=1, deadline=60.0)
+@pytest.mark.parametrize("deaths", [0, 2], ids=["at its first try", "at its last"])
+async def test_what_still_runs_when_the_pool_is_closed_ends_with_it(bench: MakeBench, deaths: int) -> None:
+    made, killed = bench("Waits", members=1, deadline=60.0), set[int]()
     async with WorkflowPool(made.config, made.log, spawner=session_server()) as pool:
         running = asyncio.create_task(pool.run(made.exchange(0)))
-        while not any(worker.load for worker in pool._workers.values()):
-            await asyncio.sleep(0.01)
+        for left in reversed(range(deaths + 1)):
+            while not any(worker.load and not killed & {*worker.pids} for worker in pool._workers.values()):
+                await asyncio.sleep(0.01)
+            if left:
+                killed.add(pool.pids[0])
+                os.kill(pool.pids[0], signal.SIGKILL)
     with pytest.raises(RoleDied, match="was closed"):
         await asyncio.wait_for(running, 10.0)
 

@@ -149,6 +149,8 @@ class WorkflowPool:
                     self._alone.discard(worker)
                 self._changed.set()
         else:
+            if self._failure is not None:
+                raise self._failure
             ended = MemberEnded(0, failure=f"its process ended {1 + _LOSSES} times: the last one {how}")
         trajectory = exchange.trajectory(ended)
         self._restarts.progressed()
