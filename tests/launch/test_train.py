@@ -22,6 +22,7 @@ from stretto.core.errors import RecipeError, RunFolderError, StoreError
 from stretto.launch.assemble import supervised
 from stretto.launch.assemble.run import StartState, policies_to_go
 from stretto.launch.assemble.supervised import copy_policy
+from stretto.launch.recorded import STOPS
 from stretto.launch.train import Prepared, prepare
 from stretto.loop.records.reporter import SilentReporter
 from stretto.loop.recovery import seal_start
@@ -258,9 +259,23 @@ def test_a_resumed_run_ends_completions_as_it_began_whatever_ends_of_sequence_it
     plan = go_on(recipe, run_dir).plan
     told = "the model names the tokens 1, 5 as ends of sequence, and the run began with 1: its completions end there"
     assert (plan.sampling, plan.notes) == (before.sampling, (*before.notes, told))
-    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection, connection:
-        connection.execute("DELETE FROM meta WHERE name = 'stop tokens'")  # as in a run of an earlier version
+    forget_stops(run_dir)
     assert go_on(recipe, run_dir).plan.sampling.stop_token_ids == (1, 5)
+
+
+@pytest.mark.parametrize("done", [False, True], ids=["a dry run", "a run that is done"])
+def test_what_trains_nothing_records_no_ends_of_sequence(recipe: Path, done: bool) -> None:
+    run_dir = finished(recipe) if done else begin(recipe)
+    forget_stops(run_dir)
+    prepare(recipe, [], run_dir, resume=True, write=done).folder.release()
+    with closing(Ledger(run_dir / "ledger.sqlite", StoreConfig())) as ledger:
+        assert ledger.get(STOPS, tuple[int, ...]) is None
+
+
+def forget_stops(run_dir: Path) -> None:
+    """As in a run of an earlier version."""
+    with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection, connection:
+        connection.execute("DELETE FROM meta WHERE name = ?", (STOPS,))
 
 
 def test_alarms_of_a_resumed_run_know_the_steps_that_are_not_done_again(recipe: Path) -> None:

@@ -41,14 +41,16 @@ def recorded_recipe(folder: RunFolder, text: str | None) -> Recipe:
 STOPS = "stop tokens"  #: name of the ledger's fact with the ids of the tokens that end a completion
 
 
-def with_stops_on_record(plan: Plan, ledger: Ledger) -> Plan:
+def with_stops_on_record(plan: Plan, ledger: Ledger, *, write: bool = True) -> Plan:
     """Return the plan of a resumed run, in which the tokens that end completions are those on record: with others,
     completions in flight and the canary would no longer be those of the run. If the model names others, a note of the
-    plan says so. A run without a record takes those of the model, which are recorded."""
+    plan says so. A run without a record takes those of the model, which are recorded if `write`."""
     found = plan.sampling.stop_token_ids
     if (known := ledger.get(STOPS, tuple[int, ...])) is None:
-        ledger.put(STOPS, found)
-    if known is None or known == found:
+        if write:
+            ledger.put(STOPS, found)
+        return plan
+    if known == found:
         return plan
     told = (
         f"the model names the tokens {', '.join(map(str, found))} as ends of sequence, and the run began with "

@@ -146,11 +146,12 @@ def prepare(
         # One ledger for all: to open it, all trajectories of the run are counted.
         with closing(Ledger(folder.ledger, recipe.store)) as ledger:
             beginning = _where_it_ended(folder, plan, ledger)
-            prepared = Prepared(with_stops_on_record(plan, ledger), folder, beginning)
-            if write and not prepared.beginning.done:
+            write = write and not beginning.done
+            prepared = Prepared(with_stops_on_record(plan, ledger, write=write), folder, beginning)
+            if write:
                 record_recipe(ledger, recipe)
-                record_sources(ledger, recipe, prepared.beginning.changed)
-        if write and not prepared.beginning.done:
+                record_sources(ledger, recipe, beginning.changed)
+        if write:
             folder.write("recipe.toml", to_toml(recipe))
             if not folder.questions.exists():  # the run was killed before it had written them
                 write_questions(folder, plan)
