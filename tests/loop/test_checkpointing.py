@@ -231,22 +231,26 @@ def test_the_last_checkpoint_is_written_by_the_trainer_that_takes_the_place_of_a
 
 
 async def test_a_checkpoint_on_its_way_is_awaited_when_the_run_ends(desk: Desk) -> None:
-    disk = SlowDisk(desk.folder.checkpoints)
+    disk, told = SlowDisk(desk.folder.checkpoints), list[str]()
     checkpointing = checkpointing_of(desk, ToyTrainer(), 2, disk)
 
     await checkpointing.after(updated(2))
     asyncio.get_running_loop().call_later(0.1, disk.let.set)
-    await checkpointing.close()
+    await checkpointing.close(told.append)
     assert (checkpointing.saved_step, disk.steps()) == (0, [2])
+    assert told == ["waits for the checkpoint of step 2 to be on disk, for 600 s at most"]
 
 
-def test_a_disk_that_holds_a_checkpoint_up_holds_up_the_end_of_a_run_for_a_deadline_at_most(desk: Desk) -> None:
+@pytest.mark.parametrize(("save", "left_by"), [(0.2, None), (600.0, asyncio.CancelledError)], ids=["end", "cut short"])
+def test_a_disk_that_holds_a_checkpoint_up_holds_up_the_end_of_a_run_for_a_deadline_at_most(
+    desk: Desk, save: float, left_by: type[BaseException] | None
+) -> None:
     disk, began = SlowDisk(desk.folder.checkpoints), time.monotonic()
-    checkpointing = checkpointing_of(desk, ToyTrainer(), 2, disk, save=0.2)
+    checkpointing = checkpointing_of(desk, ToyTrainer(), 2, disk, save)
 
     async def run() -> None:
         await checkpointing.after(updated(2))
-        await checkpointing.close()
+        await checkpointing.close(print, left_by)
 
     asyncio.run(run())
     assert time.monotonic() - began < 5

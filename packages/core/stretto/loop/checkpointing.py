@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -101,13 +102,17 @@ class Checkpointing:
         if self._saving is not None:
             await self._saving
 
-    async def close(self) -> None:
-        """Wait until the thread of the checkpoint in progress, if any, has completed it or left no trace of it; to be
-        called once the trainer has ended. A thread that a disk holds up for more than `deadlines.save` seconds is left
-        behind, and dies with the process."""
+    async def close(self, say: Callable[[str], None], left_by: type[BaseException] | None = None, *_: object) -> None:
+        """Wait until the thread of the checkpoint in progress, if any, has completed it or left no trace of it; `say`
+        is told. To be called once the trainer has ended. A thread that a disk holds up for more than `deadlines.save`
+        seconds is left behind, and dies with the process; at once if the run is cut short (`left_by`: class of the
+        error that ends it, CancelledError then)."""
         if self._saving is not None:
             await cancel_and_wait([self._saving])
-        if self._thread is not None:
+        cut_short = left_by is not None and issubclass(left_by, asyncio.CancelledError)
+        if self._thread is not None and not self._thread.done() and not cut_short:
+            most = f"for {self._deadlines.save:g} s at most"
+            say(f"waits for the checkpoint of step {self._started_step} to be on disk, {most}")
             ended = asyncio.wrap_future(self._thread)
             await asyncio.wait([ended], timeout=self._deadlines.save)
             await cancel_and_wait([ended])

@@ -327,7 +327,7 @@ async def _train(
         steps=recipe.trainer.steps,
         deadlines=recipe.deadlines,
     )
-    context.behind.push_async_callback(conductor.checkpointing.close)
+    context.behind.push_async_exit(partial(conductor.checkpointing.close, context.reporter.say))
     _record_again(context, roles.trainer.replayed, controller, recorder)
     try:
         await _conduct(context, roles, conductor)
