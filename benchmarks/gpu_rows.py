@@ -111,7 +111,7 @@ def _run(done: dict[str, Any]) -> list[Row]:
             f"MFU {part['mfu_of_training']:.1%}",
         ),
         Row(
-            f"{what}: pause of the engine for new weights, {moved:.1f} GB",
+            f"″ pause of the engine for new weights, {moved:.1f} GB",
             f"{weights['seconds_pause_median'] * 1e3:,.0f} ms",
             f"read beside the work in {weights['seconds_pull_median'] * 1e3:,.0f} ms",
         ),

@@ -43,14 +43,13 @@ SECTIONS = {
 
 _HEAD = """# Results
 
-Every number comes from a committed file of `benchmarks/results`, which names the machine and the versions of the
-libraries; `python -m benchmarks.summary` makes this page of them: of each benchmark the newest by processors of each
-maker. A ratio above 1.0 says that stretto is faster or cheaper. Attempts and their effects are in `docs/log.md`; the
-cost of each `beyond_bound` policy is in [staleness](../explanation/staleness.md), the server under load in
-[gateway](../how_to/gateway.md#metrics).
+Every number comes from a committed file of `benchmarks/results`, which names machine and library versions; `python -m
+benchmarks.summary` makes this page: of each benchmark the newest by processors of each maker. A ratio above 1.0:
+stretto is faster or cheaper. Attempts are in `docs/log.md`, the cost of each `beyond_bound` policy in
+[staleness](../explanation/staleness.md), the server under load in [gateway](../how_to/gateway.md#metrics).
 
-Held-out accuracy is over 512 questions, sampled at temperature 1. Seconds of reinforcement leave out the warm start,
-which is cached, and the evaluations before and after.
+Held-out accuracy is over 512 questions at temperature 1. Seconds of reinforcement leave out warm start and evaluations
+around it.
 """
 
 
