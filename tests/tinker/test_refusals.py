@@ -17,7 +17,7 @@ from stretto.core.errors import RecipeError, RefusedRequest
 from stretto_app.extensions.commands.tinker import tinker
 from stretto_tinker.compute.base import LocalBackend
 from stretto_tinker.http.exchange import LARGEST_BODY
-from stretto_tinker.wire.datums import parse_job
+from stretto_tinker.wire.datums import numbered, parse_job
 from tests.tinker.speaking import Client, a_client, job, told
 from tests.tinker.test_training import data_for
 
@@ -89,8 +89,7 @@ def test_the_settings_of_adamw_have_two_spellings(further: dict[str, float], cli
 
 
 def test_bodies_that_are_none(address: str, client: Client, id: str) -> None:
-    whole = job(id, 1, _GOOD)
-    for raw in (b"", b"\xff\xff\xff", b"not protobuf at all", whole[: len(whole) // 2]):
+    for raw in (b"", b"\n", b"\xff\xff\xff", b"not protobuf at all", job(id, 1, _GOOD)[:8]):
         reply = client.post("forward_backward", raw)
         assert reply.status_code in (400, 404), (raw[:20], reply.text)
     headers = {"x-api-key": client.key, "content-type": "application/json"}
@@ -107,6 +106,30 @@ def test_bodies_that_are_none(address: str, client: Client, id: str) -> None:
     refused = client.result(told(client.post("optim_step", body))["request_id"])
     assert "momentum_of_tomorrow: a field that is not served" in refused["error"]
     told(client.post("get_info", {"model_id": id, "something_new": None}))
+
+
+@pytest.mark.parametrize("sentence", ["body: too large to be read", "body: no protobuf message"])
+def test_a_forward_backward_that_cannot_be_read_fails_with_the_step_behind_it(
+    sentence: str, client: Client, id: str
+) -> None:
+    """Its number is at the beginning of its body, and the client has counted it."""
+    client.output(client.forward_backward(id, 1, _GOOD))
+    whole = job(id, 2, _GOOD)
+    body = whole + bytes(LARGEST_BODY) if "large" in sentence else whole[: len(whole) // 2]
+    asked = told(client.post("forward_backward", body))["request_id"]
+    assert sentence in client.result(asked)["error"]
+    assert told(client.post("forward_backward", body))["request_id"] == asked  # it may come again
+    assert f"forward_backward 2 before this step failed: {sentence}" in client.result(client.step(id, 3))["error"]
+    client.output(client.forward_backward(id, 4, _GOOD))
+    assert client.result(client.step(id, 5))["metrics"]["grad_norm"] > 0
+
+
+@given(st.integers(1, 2**31 - 1), st.integers(1, 40))
+def test_the_beginning_of_a_body_names_its_request_or_nothing(seq: int, size: int) -> None:
+    found = numbered(job("m:train:0", seq, _GOOD)[:size])
+    named = parse_job(found)
+    assert (named.model_id, named.seq_id, named.data) == (("m:train:0", seq, ()) if found else ("", 0, ()))
+    assert bool(found) == (size >= len(job("m:train:0", seq, [], "")) - 4)  # two fields of two bytes are behind it
 
 
 @given(st.binary(max_size=200))

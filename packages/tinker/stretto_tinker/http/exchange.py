@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Message
 
 from stretto.core.deadlines import deadline
 from stretto.core.errors import DeadlineExceeded
@@ -20,6 +21,7 @@ JSON, PROTO = "application/json", "application/x-protobuf"
 #: Most bytes of a request's body. The SDK sends at most 5 MB, unless a single sequence is longer.
 LARGEST_BODY = 64 << 20
 _BODY_SECONDS = 60.0
+_HEAD_BYTES = 1024
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -35,10 +37,11 @@ class NotServed(Exception):
 @dataclass(frozen=True)
 class Call:
     """One HTTP request, and the client that sent it. `owner`: the client's id (`service.owner_of`); "" for requests
-    without API key."""
+    without API key. `head`: beginning of the body, also of one that `body` refuses as too large."""
 
     request: Request
     owner: str
+    head: bytearray = field(default_factory=bytearray)
 
     @property
     def near(self) -> bool:
@@ -67,12 +70,19 @@ class Call:
             NotServed: 413 for a body that is too large, 408 for one that takes more than a minute, 415 for a compressed
                 one.
         """
+
+        async def receive() -> Message:
+            message = await self.request.receive()
+            if len(self.head) < _HEAD_BYTES:
+                self.head.extend(message.get("body", b"")[:_HEAD_BYTES])
+            return message
+
         coded = self.request.headers.get("content-encoding", "identity")
         if coded != "identity":
             raise NotServed(415, f"content-encoding: {coded!r:.40} is not served; send the body as it is")
         try:
             async with deadline("the server", "the body of a request", _BODY_SECONDS):
-                raw = await read_body(self.request.scope, self.request.receive, LARGEST_BODY)
+                raw = await read_body(self.request.scope, receive, LARGEST_BODY)
         except DeadlineExceeded:
             raise NotServed(408, f"the body did not come within {_BODY_SECONDS:g} s") from None
         if raw is None:

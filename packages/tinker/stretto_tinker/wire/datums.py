@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ _INT64 = np.dtype(np.int64)
 _MOST_TARGETS = 1 << 19
 #: Most elements of all sparse arrays of a request. A body of a few bytes could otherwise request arrays of any size.
 _MOST_CELLS = 1 << 22
+_SEQ = re.compile(rb"\x10[\x80-\xff]{0,4}[\x00-\x7f]")  # the field 2, a number
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,15 @@ def parse_job(raw: bytes) -> _Job:
     return _Job(
         message.model_id, message.seq_id, message.loss_fn, config, bool(message.forward_only), tuple(message.data)
     )
+
+
+def numbered(raw: bytes) -> bytes:
+    """Cut the body of a training request behind model and number, with which the SDK's bodies begin; b"" if it does not
+    begin so. What is left is such a body too, without data."""
+    if len(raw) < 2 or raw[:1] != b"\n":  # the field 1, of fewer than 128 bytes; then the field 2
+        return b""
+    found = _SEQ.match(raw, 2 + raw[1])
+    return raw[: found.end()] if found else b""
 
 
 def _datum(message: Any, place: str) -> Datum:

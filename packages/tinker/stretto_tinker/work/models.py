@@ -241,6 +241,8 @@ class Models:
         return msgspec.json.encode({"model_id": asked.lane, "type": "create_model"})
 
     def _compute(self, live: Live, body: bytes) -> Pieces[bytes]:
+        if not body:
+            raise RefusedRequest("body", "too large to be read", "send fewer datums")
         job = parse_job(body)
         loss = loss_of(job.loss)
         config = loss.configured(job.loss, job.config)
