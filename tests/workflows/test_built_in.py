@@ -4,7 +4,7 @@ their pages."""
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from stretto.core.forest import TurnRequest, way_to
-from stretto.core.records import Prompt, Sampling, Segment, StopReason, Trajectory
+from stretto.core.records import PROMPT, Prompt, Sampling, Segment, StopReason, Trajectory
 from stretto.rollout.workflow import QuestionDetails, WorkflowConfig
 from stretto.trainer.batch.paths import paths_of
 from stretto_verify.sandbox.probe import probe
@@ -46,9 +46,15 @@ def spelt(text: str, *, end: bool = True) -> tuple[int, ...]:
 
 
 def played(
-    config: WorkflowConfig, script: Script, tmp_path: Path, *, chat: bool = True, **arguments: object
+    config: WorkflowConfig,
+    script: Script,
+    tmp_path: Path,
+    *,
+    chat: bool = True,
+    known: Sequence[Segment] = (),
+    **arguments: object,
 ) -> tuple[Trajectory, list[tuple[int, ...]]]:
-    """One trajectory, and the prompts of its turns. `arguments`: of the chat template."""
+    """One trajectory, and the prompts of its turns. `known`: segments on record. `arguments`: of the template."""
     asked: list[tuple[int, ...]] = []
     record = MemoryRecord()
 
@@ -69,7 +75,7 @@ def played(
         details = QuestionDetails({}, {key: MESSAGES} if chat else {}, {key: arguments})
 
         def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
-            return Session(id, prompt, seed, sample, record)
+            return Session(id, prompt, seed, sample, record, known)
 
         async with WorkflowPool(config, tmp_path / "log.txt", spawner=session_server()) as pool:
             groups = WorkflowGroups(pool, opened, details, services)
@@ -110,6 +116,17 @@ def test_tools_are_called_as_the_template_has_them(tmp_path: Path) -> None:
     [path] = paths_of(Prompt("17", TOKENIZER.encode_chat(MESSAGES), "3+4=", "7"), trajectory)
     begins = [at for at in path.places.tolist() if at - 1 not in path.places]
     assert [tuple(path.token_ids[:at].tolist()) for at in begins] == asked  # trained behind what it was sampled behind
+
+
+def test_turns_that_an_earlier_version_sampled_behind_prompts_without_their_tools_are_not_sampled_again(
+    tmp_path: Path,
+) -> None:
+    said = spelt('<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call>')
+    known = Segment.of(said, (-0.5,) * len(said), (0,) * len(said), stop_reason=StopReason.STOP, parent=PROMPT)
+    config = WorkflowConfig(function="tools", settings={"tools": ["calculator"]})
+    trajectory, [asked] = played(config, lambda text: "7", tmp_path, known=[known])
+    before = TOKENIZER.encode_chat(MESSAGES) + said
+    assert (asked[: len(before)], trajectory.verdict.rewards) == (before, {"calls": 1.0})
 
 
 def test_every_turn_has_the_tools_that_it_offers_and_the_template_arguments_of_its_question(tmp_path: Path) -> None:

@@ -237,6 +237,10 @@ class Session:
         self._claimed.add(node)
         return Turn(node, segments[node])
 
+    def waits(self, prompt: Tokens) -> bool:
+        """Whether a turn after `prompt` is recorded that was not returned yet."""
+        return bool(self._turns.get(prompt))
+
     def pass_over(self, node: int) -> None:
         """Keep `turn` from returning the recorded turn `node`, because a recorded call refers to it. `claim` still
         returns it."""
