@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from stretto.core.engine import is_evaluation
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment, StopReason
-from stretto.loop.evaluation import Evaluator, is_evaluation
+from stretto.loop.evaluation import Evaluator
 from stretto.loop.records.evaluation import Evaluation
 from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger

@@ -22,7 +22,7 @@ from stretto.processes.tree import descendants
 from stretto_app.extensions.commands.gateway import gateway as serve_sessions
 from tests.gateway.serving import build_chat_model
 from tests.launch.running import service, wait_until
-from tests.launch.vllm_server import Asked, replies_of, replies_that_say, serving
+from tests.launch.vllm_server import Asked, replies_of, replies_that_say, replies_with_logprobs, serving
 from tests.launch.warm import WarmCommand
 
 
@@ -132,11 +132,20 @@ def test_the_turns_of_a_server_of_another_make_are_on_record_as_it_sampled_them(
             assert process.wait(60) == 0
     assert (tuple(sampled["token_ids"]), sampled["logprobs"]) == (tokens, logprobs)
     assert sampled["versions"] == [0] * len(tokens)
-    [wanted] = [body for path, body in asked if path == "/inference/v1/generate"]
+    *_, wanted = [body for path, body in asked if path == "/inference/v1/generate"]
     assert wanted["token_ids"] == given["token_ids"]
     assert wanted["sampling_params"]["top_p"] == 0.5
     [loaded] = [body["args"] for path, body in asked if path == "/collective_rpc"]
     assert loaded == [str(model)]
+
+
+def test_a_server_whose_logprobs_ignore_what_clients_choose_is_refused_before_there_is_a_client(
+    model: Path, tmp_path: Path
+) -> None:
+    with serving(replies_of(model, context=512) | replies_with_logprobs(raw=True)) as server:
+        words = ["engine.kind=vllm", f'engine.addresses=["{server}"]']
+        with pytest.raises(UserError, match=f"{server} reports .*--logprobs-mode processed_logprobs"):
+            serve_sessions(model, host="127.0.0.1", port=0, folder=tmp_path / "sessions", overrides=words)
 
 
 def test_its_engines_have_a_gpu_each(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

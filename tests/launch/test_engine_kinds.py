@@ -190,11 +190,22 @@ def test_a_server_whose_logprobs_are_not_of_the_runs_sampling_is_named_with_its_
     with serving(replies_of(policy) | replies_with_logprobs(raw=True)) as address:
         engine = {"kind": "vllm", "addresses": [address]}
         make_plan(recipe_of(policy, engine))
+        make_plan(recipe_of(policy, engine, sampling={"max_tokens": 16} | sampling), trains=False)
         (told,) = refused(policy, engine, sampling={"max_tokens": 16} | sampling)
     assert told.startswith(f"engine.addresses: {address} reports log-probabilities of tokens as if ")
     assert "--logprobs-mode processed_logprobs" in told
     with serving(replies_of(policy) | replies_with_logprobs(raw=False)) as address:
         make_plan(recipe_of(policy, {"kind": "vllm", "addresses": [address]}, sampling={"max_tokens": 16} | sampling))
+
+
+def test_a_server_that_cannot_be_asked_for_its_logprobs_is_told_as_such(policy: Path) -> None:
+    with serving(replies_of(policy) | {"/inference/v1/generate": None}) as address:
+        (told,) = refused(policy, {"kind": "vllm", "addresses": [address]}, sampling={"max_tokens": 16, "top_k": 20})
+    assert told.startswith(
+        f"engine.addresses: {address} does not sample and score as its log-probabilities are checked"
+    )
+    assert "status 404" in told
+    assert told.endswith("start it with the flags of docs/how_to/servers.md")
 
 
 def test_a_server_of_another_model_with_the_same_tokenizer_is_named_with_both_digests_and_what_differs(

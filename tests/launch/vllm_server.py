@@ -65,15 +65,19 @@ def replies_of(policy: Path, context: int = 32) -> dict[str, Any]:
 
 
 def replies_that_say(tokens: Sequence[int], logprobs: Sequence[float]) -> dict[str, Any]:
-    """Every completion is these tokens; and it loads what it is given."""
+    """Every completion is these tokens; and it loads what it is given. Asked for one token of them all, as a run asks
+    before it trusts the log-probabilities, it reports those of what it samples."""
     content = [{"token_id": token, "logprob": logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
     loaded = ["default"]  # names of versions, the newest last
+    honest = replies_with_logprobs(raw=False)["/inference/v1/generate"]
 
     def load(asked: Mapping[str, Any]) -> dict[str, bool]:
         loaded.append(asked["new_version"])
         return {"success": True}
 
     def generate(asked: Mapping[str, Any]) -> str:
+        if "prompt_logprobs" in (sampling := asked["sampling_params"]) or sampling.get("top_k") == 1:
+            return str(honest(asked))
         choice = {
             "token_ids": list(tokens),
             "finish_reason": "stop",

@@ -26,6 +26,7 @@ from tests.servers.toy import (
     STOP,
     VOCABULARY,
     OnUpdate,
+    Shaping,
     ToyServer,
     assert_law,
     at,
@@ -402,3 +403,38 @@ async def test_what_a_server_refuses_is_refused_in_its_words_an_engine_goes_on(t
     await client.close()
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
+
+
+class Unhurried(Shaping):
+    """Answers in its own time, or with an error."""
+
+    def __init__(self) -> None:
+        super().__init__(raw=False)
+        self.answers = asyncio.Queue[Exception | None]()
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        if (error := await self.answers.get()) is not None:
+            raise error
+        return await super().score(token_ids)
+
+
+@pytest.mark.parametrize(
+    "error", [DeadlineExceeded("engine-0", "it", 3), WireError("status 500"), RefusedRequest("top_k", "1", "none")]
+)
+async def test_requests_go_elsewhere_together_if_the_server_does_not_say_what_its_logprobs_follow(
+    error: Exception,
+) -> None:
+    """And an update does not wait for it: the server is asked again with the new weights."""
+    _, engine = await at(1, server=(server := Unhurried()))
+    shaped = replace(plain := request("ab"), sampling=replace(plain.sampling, top_k=3))
+    asking = [asyncio.create_task(engine.prepare([shaped])) for _ in range(3)]
+    await settle()
+    assert (await engine.update(2)).version == 2
+    for answer in (None, error):
+        server.answers.put_nowait(answer)
+    lost = await asyncio.gather(*asking, return_exceptions=True)
+    assert [type(one) for one in lost] == [EngineLost] * 3
+    assert str(error) in str(lost[0])
+    assert len(server.asked) == 2
+    server.answers.put_nowait(None)
+    await engine.prepare([shaped])

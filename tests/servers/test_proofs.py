@@ -4,20 +4,19 @@ distribution that it samples from: it is asked before the first request with a t
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError
 from stretto.core.records import Sampling
-from stretto_servers.make import Continuation, Delta, new_mark
+from stretto_servers.make import new_mark
 from tests.servers.test_wires import DONE, GENERATE, all_of, exchange, vllm_event
-from tests.servers.toy import VOCABULARY, ToyServer, at, request
+from tests.servers.toy import Shaping, at, request
 
 SHAPES = {"model.norm.weight": (8,)}
 TOLD = {"model.norm.weight": "F32 4 8 1 2"}
@@ -74,25 +73,6 @@ def test_each_adapter_has_a_mark_of_its_own() -> None:
     assert len({new_mark() for _ in range(100)}) == 100
 
 
-class Shaping(ToyServer):
-    """Samples what it is asked for at once, from one distribution."""
-
-    def __init__(self, raw: bool) -> None:
-        super().__init__()
-        self._raw, self.likelihoods = raw, np.log(np.arange(1, VOCABULARY + 1) / sum(range(VOCABULARY + 1)))
-
-    async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
-        self.asked.append(continuation)
-        count, shaped = continuation.max_tokens, self.likelihoods / continuation.sampling.temperature
-        shaped -= np.log(np.exp(shaped - shaped.max()).sum()) + shaped.max()
-        tokens = np.random.default_rng(continuation.seed).choice(VOCABULARY, count, p=np.exp(shaped)).tolist()
-        told = (self.likelihoods if self._raw else shaped)[tokens].tolist()
-        yield Delta(tuple(tokens), tuple(told), ended="length")
-
-    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
-        return tuple(self.likelihoods[list(token_ids[1:])].tolist())
-
-
 @pytest.mark.parametrize("sampling", [{"temperature": 0.8}, {"top_k": 3}, {"top_p": 0.9}, {"min_p": 0.1}])
 async def test_a_server_is_asked_once_whether_its_logprobs_are_of_the_distribution_that_it_samples(
     sampling: dict[str, Any],
@@ -101,7 +81,7 @@ async def test_a_server_is_asked_once_whether_its_logprobs_are_of_the_distributi
     shaped = msgspec.structs.replace(plain, sampling=msgspec.structs.replace(plain.sampling, **sampling))
     for raw in (False, True):
         server, engine = await at(1, server=Shaping(raw))
-        await engine.prepare([plain])
+        await engine.prepare([plain, msgspec.structs.replace(shaped, id="evaluation..3")])
         assert server.asked == []
         with pytest.raises(RefusedRequest, match="--logprobs-mode processed_logprobs") if raw else nullcontext():
             await engine.prepare([plain, shaped])

@@ -12,6 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from stretto.core.errors import EngineLost, TornPublication, WireError
 from stretto.core.frames import Unframer
 from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
@@ -178,6 +180,25 @@ class ToyServer:
     async def close(self) -> None:
         for running in self.running.values():
             running.inbox.put_nowait(None)
+
+
+class Shaping(ToyServer):
+    """Samples what it is asked for at once, from one distribution."""
+
+    def __init__(self, raw: bool) -> None:
+        super().__init__()
+        self._raw, self.likelihoods = raw, np.log(np.arange(1, VOCABULARY + 1) / sum(range(VOCABULARY + 1)))
+
+    async def stream(self, continuation: Continuation) -> AsyncGenerator[Delta]:
+        self.asked.append(continuation)
+        count, shaped = continuation.max_tokens, self.likelihoods / continuation.sampling.temperature
+        shaped -= np.log(np.exp(shaped - shaped.max()).sum()) + shaped.max()
+        tokens = np.random.default_rng(continuation.seed).choice(VOCABULARY, count, p=np.exp(shaped)).tolist()
+        told = (self.likelihoods if self._raw else shaped)[tokens].tolist()
+        yield Delta(tuple(tokens), tuple(told), ended="length")
+
+    async def score(self, token_ids: Sequence[int]) -> tuple[float, ...]:
+        return tuple(self.likelihoods[list(token_ids[1:])].tolist())
 
 
 class Publications(FolderAsItIs):

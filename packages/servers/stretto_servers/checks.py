@@ -7,14 +7,13 @@ import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from stretto.core.errors import DeadlineExceeded, EngineLost, Problem, RecipeError, StrettoError
-from stretto.core.records import Sampling
+from stretto.core.errors import DeadlineExceeded, EngineLost, Problem, RecipeError, StrettoError, WireError
 from stretto.engine.config import Capabilities, EngineConfig, release_of
 from stretto.launch.preflight.base import digest
 from stretto.model.hf.inspection import ModelFolder, read_config
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto_servers.http import JsonServer
-from stretto_servers.make import NOT_RAW, RAW, Served, is_shaped, make_of, reports_raw
+from stretto_servers.make import NOT_RAW, RAW, Make, Served, make_of, reports_raw
 
 _ANSWER_SECONDS = 5.0
 _ITS_OWN = "start it with the policy's own folder"
@@ -31,18 +30,19 @@ def check_running_servers(
     needed: int,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
-    sampling: Sampling,
+    *,
+    shaped: bool,
 ) -> None:
     """Check every server of `engine.addresses`: its release (a development release passes) and model, whether it
-    tokenizes some of the prompts as `tokenizer` does, and, if the run samples with a temperature or filters, whether
-    its log-probabilities follow them.
+    tokenizes some of the prompts as `tokenizer` does, and, if `shaped`, whether its log-probabilities follow
+    temperature and filters.
 
     Args:
         make: capabilities of the make, with its oldest usable release.
         base: the policy's folder.
         needed: context length that the run needs: tokens of the longest prompt with its completion.
         prompts: token ids of the run's prompts.
-        sampling: settings of the run.
+        shaped: log-probabilities under a temperature or filters are used.
 
     Raises:
         RecipeError: servers do not answer, are too old, serve another model or a shorter context, tokenize in another
@@ -50,7 +50,7 @@ def check_running_servers(
     """
     texts = [tokenizer.decode(prompt) for prompt in prompts[:_PROBES]]
     probe = {text: list(tokenizer.encode(text)) for text in texts}
-    if problems := asyncio.run(_asked(config, make, base, needed, probe, shaped=is_shaped(sampling))):
+    if problems := asyncio.run(_asked(config, make, base, needed, probe, shaped=shaped)):
         raise RecipeError(problems)
 
 
@@ -85,14 +85,24 @@ async def _ask(
         theirs = {text: await _tokens(http, text) for text in probe}
         if (misfit := _misfit(served, make, address, base, needed, probe, theirs)) is not None or not shaped:
             return misfit
-        with contextlib.suppress(EngineLost, DeadlineExceeded):  # it may be paused; the engine asks again
-            if await reports_raw(wire, base.vocab_size, served.context_length or base.context_length):
-                return Problem("engine.addresses", f"{address} {RAW}, and [sampling] has others", NOT_RAW)
-        return None
+        return await _raw(wire, address, base, served.context_length or base.context_length)
     except StrettoError as error:
         return Problem("engine.addresses", str(error), f"a server that runs: {make.needed}")
     finally:
         await wire.close()
+
+
+async def _raw(wire: Make, address: str, base: ModelFolder, context: int) -> Problem | None:
+    """The problem that a server's log-probabilities ignore temperature and filters, or that it cannot be asked; None
+    without one, or if it does not answer. `context`: length in tokens."""
+    with contextlib.suppress(EngineLost, DeadlineExceeded):  # it may be paused; the engine asks again
+        try:
+            if await reports_raw(wire, base.vocab_size, context):
+                return Problem("engine.addresses", f"{address} {RAW}, and others are asked for", NOT_RAW)
+        except WireError as error:
+            found = f"{address} does not sample and score as its log-probabilities are checked: {error}"
+            return Problem("engine.addresses", found, "start it with the flags of docs/how_to/servers.md")
+    return None
 
 
 def _misfit(

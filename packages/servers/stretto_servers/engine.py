@@ -27,7 +27,7 @@ import msgspec
 
 from stretto.core.canary import Challenge, Loaded, Scores
 from stretto.core.deadlines import waiting
-from stretto.core.engine import EngineHealth
+from stretto.core.engine import EngineHealth, is_evaluation
 from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError, WireError
 from stretto.core.events import BusySpans, Span
 from stretto.core.records import GenerateRequest, Partials, StopReason
@@ -107,35 +107,39 @@ class ExternalEngine:
         self._room = asyncio.Semaphore(limits.connections)
         self._loads = 0  # number of loads that have begun
         self._folder = Path()  # folder of the last load
-        self._raw: bool | None = None  # whether the server `reports_raw`; None: it was not asked
+        self._raw: asyncio.Task[bool] | None = None  # asks whether the server `reports_raw`
         self._in_doubt = False  # the last canary has not proven that the server has the weights of its version
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
     async def prepare(self, requests: Sequence[GenerateRequest]) -> None:
         """Check that no request has a grammar, which servers of other makes do not get. Before the first request with a
-        temperature or filters, ask the server whether its log-probabilities follow them. Raises RefusedRequest if a
-        request has a grammar, or they do not, and EngineLost without an answer."""
+        temperature or filters, ask the server whether its log-probabilities follow them; evaluations need none. Raises
+        RefusedRequest if a request has a grammar, or they do not, and EngineLost if the server does not answer."""
         if any(request.sampling.grammar for request in requests):
             raise RefusedRequest("sampling.grammar", "a grammar", f"none: {self.name} is not the embedded engine")
-        shaped = any(is_shaped(request.sampling) for request in requests)
-        if shaped and self._raw is None:
-            async with self._changing:  # then the server is not paused
-                if self._raw is None:
-                    try:
-                        self._raw = await reports_raw(self._make, self._limits.vocab_size, self._limits.context_length)
-                    except (WireError, DeadlineExceeded) as error:
-                        raise EngineLost(self.name, str(error)) from None
-        if shaped and self._raw:
+        if not any(is_shaped(one.sampling) for one in requests if not is_evaluation(one.id)):
+            return
+        if self._raw is None or (self._raw.done() and self._raw.exception() is not None):
+            self._raw = asyncio.create_task(self._reports_raw())
+        if await asyncio.shield(self._raw):  # requests that come meanwhile share the answer
             raise RefusedRequest("sampling", f"a temperature or filters, and {self.name} {RAW}", NOT_RAW)
 
-    def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
-        """Start a task for each completion of the requests; returns the stream of their results.
+    async def _reports_raw(self) -> bool:
+        while True:
+            await self._sampling.wait()  # an update has a deadline of its own
+            loads = self._loads
+            try:
+                raw = await reports_raw(self._make, self._limits.vocab_size, self._limits.context_length)
+                if loads == self._loads:  # else an update came between
+                    return raw
+            except (WireError, EngineLost, DeadlineExceeded) as error:
+                if loads == self._loads:
+                    raise EngineLost(self.name, f"does not say what its log-probabilities follow: {error}") from error
 
-        Raises:
-            RefusedRequest: a request is invalid, or its id is in use; none is started.
-            EngineLost: the engine has failed.
-        """
+    def submit_all(self, requests: Sequence[GenerateRequest]) -> Stream:
+        """Start a task for each completion of the requests; returns the stream of their results. Raises RefusedRequest
+        if a request is invalid, or its id is in use (none is started), and EngineLost if the engine has failed."""
         self._check_working()
         taken = set(self._open)
         vocab_size, context = self._limits.vocab_size, self._limits.context_length
@@ -215,14 +219,9 @@ class ExternalEngine:
 
     async def _stream(self, completion: OpenCompletion) -> str:
         """Send one request to the server and read its tokens; returns why they ended: "stop", "length", "abort" if an
-        update ended the request, or another reason of the server, unchecked.
-
-        Raises:
-            EngineLost: the server aborted the request without an update, or ended its stream without a reason.
-            RefusedRequest: the server refuses the request.
-            WireError: tokens, their versions, or the reason contradict the request (`take`, `stamp` and `check_end` of
-                `OpenCompletion`).
-        """
+        update ended the request, or another reason of the server, unchecked. Raises EngineLost if the server aborted it
+        without an update, or ended its stream without a reason, RefusedRequest if it refuses the request, and
+        WireError if tokens, versions or reason contradict it (`take`, `stamp` and `check_end` of `OpenCompletion`)."""
         asked, loads = completion.continuation(next(self._attempts), self.version), self._loads
         ended, stopped = "", False
         spans: tuple[tuple[str, int, int], ...] = ()
@@ -413,7 +412,8 @@ class ExternalEngine:
             for request in list(self._open):
                 for completion in self._open[request]:
                     completion.stream.break_off()
-            await cancel_and_wait([task for tasks in self._tasks.values() for task in tasks])
+            probes = [self._raw] if self._raw is not None else []
+            await cancel_and_wait([*probes, *itertools.chain.from_iterable(self._tasks.values())])
             await self._make.close()
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:

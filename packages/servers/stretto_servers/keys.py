@@ -17,6 +17,7 @@ from stretto.model.hf.inspection import ModelFolder
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.processes.http.reach import names_loopback
 from stretto_servers.checks import check_running_servers
+from stretto_servers.make import is_shaped
 from stretto_servers.staging import window_lacking
 
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
@@ -191,14 +192,22 @@ def check_window(recipe: Recipe, base: ModelFolder, longest: int) -> None:
         raise RecipeError([Problem(f"{base.path}: sliding_window", found, remedy)])
 
 
-def check_servers(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]]) -> None:
+def check_servers(
+    recipe: Recipe,
+    base: ModelFolder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    shaped: bool | None = None,
+) -> None:
     """Check every server of `engine.addresses`: request its model, its tokens of some of the prompts, and a
-    sample. Passes without addresses. `base`: the policy's folder. `prompts`: token ids of each.
+    sample. Passes without addresses. `base`: the policy's folder. `prompts`: token ids of each. `shaped`: whether
+    log-probabilities under a temperature or filters are used; None: if the recipe has one.
 
     Raises:
         RecipeError: the errors of `check_running_servers`.
     """
     if recipe.engine.addresses:
         needed = min(base.context_length, max(map(len, prompts)) + recipe.sampling.max_tokens)
-        sampling = recipe.sampling.record(())
-        check_running_servers(recipe.engine, make_of_recipe(recipe), base, needed, tokenizer, prompts, sampling)
+        shaped = is_shaped(recipe.sampling.record(())) if shaped is None else shaped
+        make = make_of_recipe(recipe)
+        check_running_servers(recipe.engine, make, base, needed, tokenizer, prompts, shaped=shaped)

@@ -230,11 +230,13 @@ async def reports_raw(make: Make, vocabulary: int, context: int) -> bool:
     """Whether a server reports log-probabilities without temperature and filters, vLLM's default. It samples where both
     leave the likeliest token alone, nearly or wholly, with a log-probability of 0: these of a server that ignores them
     are nearer to the token's score. `vocabulary`: number of token ids; `context`: length in tokens. Raises WireError
-    as `canary_scores`.
+    as `canary_scores`, and if nothing was sampled.
     """
     name, length = f"raw-{secrets.token_hex(8)}", min(LENGTH, context - _SURE.max_tokens - 1)
     prompt = random.Random(name).choices(range(vocabulary), k=length)  # of random tokens no model is sure
     _, pairs = await _scored(make, Continuation(name, prompt, _SURE, _SURE.max_tokens, seed=0))
+    if not pairs:
+        raise WireError(f"{name} got no token")
     return sum(abs(told - score) for told, score in pairs) < sum(abs(told) for told, _ in pairs)
 
 

@@ -142,7 +142,7 @@ def evaluate(
         raise RecipeError([Problem("--rows", f"{asked.rows}: {fault}", "give a file in a folder")])
     recipe = _recipe(model, task, overrides, asked.samples)
     check_data_files(_files(task))
-    plan = make_plan(recipe)
+    plan = make_plan(recipe, trains=False)
     sampling = plan.sampling
     say(
         f"reward {plan.recipe.rewards.title} | temperature {sampling.temperature:g}, at most {sampling.max_tokens} "

@@ -174,7 +174,7 @@ def gateway(
     chosen = DISTRIBUTION if filtered else ("temperature",)
     served = session_model(name or base.path.name, tokenizer, context, grammars=not unserved, chosen=chosen)
     probe = [tokenizer.encode_chat(_PROBE)] if recipe.engine.addresses else []
-    check_of_servers("check_servers", recipe, base, tokenizer, probe)
+    check_of_servers("check_servers", recipe, base, tokenizer, probe, True)  # clients choose temperatures
     seats = seats_of_engines(recipe, base, usable_gpus(recipe))
     bound = bind(host, port, ("--host", "--port"))
     check_reach(bound, api_key, "--host")

@@ -15,6 +15,7 @@ from stretto.core.events import Span
 from stretto.core.frames import Count, Moment, Whole
 from stretto.core.records import Completion, GenerateRequest, Likeliest, Partials, Record, Segment
 
+EVALUATION = "evaluation."  #: begins the ids of an evaluation's requests
 MOST_STOPS = 64  #: most stop texts of a request
 #: Most stop tokens of a request; engines reserve room in every row for the largest number seen.
 MOST_STOP_TOKENS = 256
@@ -27,6 +28,11 @@ MOST_GRAMMAR = 32_768  #: most characters of a grammar; compiling a longer gramm
 
 #: Options of llguidance: JSON with one spelling per value, so that a model cannot emit spaces for ever.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def is_evaluation(request: str) -> bool:
+    """Whether the request with this id belongs to an evaluation, of which log-probabilities are not used."""
+    return request.startswith(EVALUATION)
 
 
 class EngineHealth(Record, frozen=True):

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 from stretto.core.deadlines import Watchdog, deadline
+from stretto.core.engine import is_evaluation
 from stretto.core.errors import EngineLost, RefusedRequest, several
 from stretto.core.events import Span
 from stretto.core.records import Batch, Trajectory
@@ -31,7 +32,7 @@ from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.in_flight import InFlight
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.evaluation import Evaluations, is_evaluation
+from stretto.loop.evaluation import Evaluations
 from stretto.loop.records.recorder import Recorder
 from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller, Ticket
@@ -192,8 +193,7 @@ class Conductor:
             self._announce(update.version)
             self._expire_overdue()
             if update.version == self.steps:
-                # The totals of the last step are those of the run.
-                await self._before_the_stop_ends(self._poll())
+                await self._before_the_stop_ends(self._poll())  # the totals of the last step are those of the run
             self.recorder.updated(batch, update)
             await self.checkpointing.after(update)
             if self.evaluation.keeps(update):

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from stretto.core.engine import Generate
+from stretto.core.engine import EVALUATION, Generate
 from stretto.core.errors import several
 from stretto.core.events import Span
 from stretto.core.records import (
@@ -218,15 +218,9 @@ def _linked(source: str, target: str) -> None:
 
 _PORTION = 64  # completions of one request; at least one prompt's
 _PORTIONS_IN_FLIGHT = 4
-_PREFIX = "evaluation."
 
 #: Returns the final answer in a completion, None if it has none, by (prompt, completion) as texts; for maj@n.
 FinalAnswerOf = Callable[[str, str], str | None]
-
-
-def is_evaluation(request: str) -> bool:
-    """Whether the request with this id belongs to an evaluation."""
-    return request.startswith(_PREFIX)
 
 
 #: Runs the workflow once for a prompt, by (trajectory id, prompt, member, seed); returns the judged trajectory.
@@ -312,7 +306,7 @@ class Evaluator:
         return await gather_or_cancel(*(converse(id, prompt, number, seed) for number, (id, seed) in members))
 
     def _id(self, prompt: Prompt) -> str:
-        return f"{_PREFIX}{self.name}.{prompt.id}"
+        return f"{EVALUATION}{self.name}.{prompt.id}"
 
     async def _completions(self, prompts: Sequence[Prompt]) -> dict[str, list[Completion]]:
         """Sample the completions of these prompts; returns them by prompt id, in the order of their seeds. If the

@@ -132,13 +132,14 @@ _NO_DEMONSTRATIONS = Problem(
 )
 
 
-def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) -> Plan:
+def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False, trains: bool = True) -> Plan:
     """Read and check everything that the recipe names. The mistakes of its parts, its model and its data are raised
     together; checks that depend on several of these follow only if there are none.
 
     Args:
         has_policy: version 0 of the policy exists, so no warm start and no demonstrations are needed.
         dry: a dry run: user-defined outlets are tried too, and GPUs may be assumed.
+        trains: the log-probabilities of what is sampled are used.
 
     Raises:
         RecipeError, ModelFolderError, DataError, RewardFunctionError, WorkflowError: has every problem of recipe,
@@ -165,7 +166,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False) ->
     if isinstance(recipe.workflow, WorkflowConfig):
         check_fits = from_package(f"{_WORKFLOWS}:check_workflow_fits", WORKFLOW)
         check_fits(recipe.workflow.function, needs, tokenizer, _plain(rows))
-    _check_engines(recipe, base, tokenizer, (*training.prompts, *held_out.prompts, *further(sets)))
+    _check_engines(recipe, base, tokenizer, (*training.prompts, *held_out.prompts, *further(sets)), trains)
     return Plan(
         recipe=recipe,
         base=base,
@@ -261,11 +262,15 @@ def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | N
     return base, tokenizer, longest, reference
 
 
-def _check_engines(recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> None:
+def _check_engines(
+    recipe: Recipe, base: ModelFolder, tokenizer: Tokenizer, prompts: Sequence[Prompt], trains: bool
+) -> None:
     """Check that the servers take the longest trajectory and the prompts, and that Ray has room for the engines; does
     nothing for native engines without Ray. `prompts`: all encoded prompts. Raises RecipeError if a check fails."""
     check_of_servers("check_window", recipe, base, longest_sequence(recipe, base, longest_of(prompts)))
-    check_of_servers("check_servers", recipe, base, tokenizer, [one.token_ids for one in prompts])
+    check_of_servers(
+        "check_servers", recipe, base, tokenizer, [one.token_ids for one in prompts], None if trains else False
+    )
     check_ray(recipe)
 
 
