@@ -120,12 +120,12 @@ class Exchange:
             return order.token_ids, "", ()
         held, told = self._held(order), self._told.get(order.node, ())
         try:
-            found = self._rendering.prompt(order.messages, order.known, held, order.tools, told)
-            if found[2] != told and not self.session.waits(found[0]):
+            prompt = self._rendering.prompt(order.messages, order.known, held, order.tools, told)
+            if prompt[2] != told and not self.session.waits(prompt[0]):
                 # Earlier versions added no tools to a history without them; turns that they sampled are replayed.
                 before = self._rendering.prompt(order.messages, order.known, held, order.tools, order.tools)
-                found = before if self.session.waits(before[0]) else found
-            return found
+                prompt = before if self.session.waits(before[0]) else prompt
+            return prompt
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # invalid messages of the user
             found = f"{type(error).__name__}: {error}"
             raise RefusedRequest("messages", found, 'a message is {"role": ..., "content": text}') from None
