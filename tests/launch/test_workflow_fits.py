@@ -1,5 +1,6 @@
 """Promise: a workflow that the model cannot follow is refused before a run, with its place, what is wrong and what
-helps: without a chat template, with prompts that are no chats, with words that the tokenizer does not know."""
+helps: without a chat template, with prompts that are no chats or are to be truncated, with words that the tokenizer
+does not know."""
 
 from pathlib import Path
 
@@ -85,3 +86,8 @@ def test_a_plan_refuses_it(digits: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'tools' tells the model its tools by the chat template") as caught:
         make_plan(validate(tree, "recipe.toml"))
     assert caught.value.exit_code == 2
+    sources = [{"data": str(tmp_path / "rows.jsonl"), "held_out": 1}]
+    tree["task"] = {"kind": "dataset", "sources": sources, "long_prompts": "truncate"}
+    with pytest.raises(UserError, match="'truncate', and 'tools' tells the model its tools by") as caught:
+        make_plan(validate(tree, "recipe.toml"))
+    assert [problem.place for problem in caught.value.problems] == ["task.long_prompts"]

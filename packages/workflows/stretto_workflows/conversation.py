@@ -49,7 +49,7 @@ class Workflow(abc.ABC):
 
     Attributes:
         needs_chat_template: the reason why plain-text prompts do not work, to follow the workflow's name in a message;
-            "" if they do.
+            "" if they do. Prompts cannot be truncated then.
     """
 
     needs_chat_template: str = ""

@@ -254,7 +254,9 @@ class DatasetTask(BaseModel, extra="forbid", frozen=True):
     held_out_sources: Sources = Field(
         (), description="sources used for evaluation only, in addition to the rows that `held_out` keeps"
     )
-    max_prompt_tokens: int | None = Field(None, ge=1, description="most tokens of a prompt")
+    max_prompt_tokens: int | None = Field(
+        None, ge=1, description="most tokens of a prompt, without tools of a workflow"
+    )
     long_prompts: Literal["refuse", "drop", "truncate"] = Field(
         "refuse",
         description="what happens to longer prompts; refuse: the run does not start; drop: they are left out "

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from stretto.core.errors import DataError, Mistakes, Problem, UserError
+from stretto.core.errors import DataError, Mistakes, Problem, RecipeError, UserError
 from stretto.core.machine import Seat
 from stretto.core.records import Prompt, Sampling
 from stretto.doors.loading import from_package, of_application
@@ -232,6 +232,7 @@ def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str],
     with mistakes:
         if isinstance(recipe.workflow, WorkflowConfig):
             needs = from_package(f"{_WORKFLOWS}:check_workflow_class", WORKFLOW)(recipe.workflow)
+            _check_not_cut(recipe.task, recipe.workflow.function, needs)
     with mistakes:
         check_machine(recipe, dry=dry)
     with mistakes:
@@ -239,6 +240,13 @@ def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str],
     with mistakes:
         check_in_flight(recipe.rollout)
     return told, needs, takes
+
+
+def _check_not_cut(task: object, workflow: str, needs: WorkflowReady) -> None:
+    """Raise RecipeError if the task truncates prompts that the workflow renders whole, by the chat template."""
+    if (why := needs.needs_chat_template) and isinstance(task, DatasetTask) and task.long_prompts == "truncate":
+        remedy = 'choose "drop" or "refuse": the template renders each prompt whole'
+        raise RecipeError([Problem("task.long_prompts", f"'truncate', and {workflow!r} {why}", remedy)])
 
 
 def _model(recipe: Recipe) -> tuple[ModelFolder, Tokenizer, int, ModelFolder | None]:
