@@ -46,6 +46,10 @@ CONSTANTS = {
     ("outlets/supervision.py", "HUNG_SECONDS"): "a tool that runs are shown in; the run does not wait for it",
     ("loop/engines/proving.py", "_CANARY_SECONDS"): "the canary of a version that is published: it comes with it",
     ("ranks/collectives.py", "PATIENCE"): "of a trainer without a run; a run gives its own",
+    (
+        "choices.py",
+        "RUN_SECONDS",
+    ): "other processes of the run; `deadlines.start` ends it earlier",
     ("http/archive.py", "_URL_SECONDS"): "how long an address of a download is good",
     ("http/service.py", "_KEPT_SECONDS"): "results of a session that has ended, which nobody waits for",
     ("http/service.py", "_SILENT_SECONDS"): "a client that says nothing gives its memory to others",
