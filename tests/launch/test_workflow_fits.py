@@ -91,3 +91,6 @@ def test_a_plan_refuses_it(digits: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'truncate', and 'tools' tells the model its tools by") as caught:
         make_plan(validate(tree, "recipe.toml"))
     assert [problem.place for problem in caught.value.problems] == ["task.long_prompts"]
+    with pytest.raises(UserError) as caught:  # a run that began so goes on
+        make_plan(validate(tree, "recipe.toml"), has_policy=True)
+    assert "task.long_prompts" not in [problem.place for problem in caught.value.problems]

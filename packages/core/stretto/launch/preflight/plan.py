@@ -150,6 +150,9 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False, tr
     mistakes = Mistakes(UserError)
     told, needs, takes = _parts(recipe, mistakes, dry=dry)
     with mistakes:
+        if isinstance(recipe.workflow, WorkflowConfig) and not has_policy:  # a run that began with it goes on
+            _check_not_cut(recipe.task, recipe.workflow.function, needs)
+    with mistakes:
         base, tokenizer, longest, reference = _model(recipe)
     with mistakes:
         read, read_sets = _questions(recipe)
@@ -232,7 +235,6 @@ def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str],
     with mistakes:
         if isinstance(recipe.workflow, WorkflowConfig):
             needs = from_package(f"{_WORKFLOWS}:check_workflow_class", WORKFLOW)(recipe.workflow)
-            _check_not_cut(recipe.task, recipe.workflow.function, needs)
     with mistakes:
         check_machine(recipe, dry=dry)
     with mistakes:
