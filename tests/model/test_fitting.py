@@ -96,7 +96,7 @@ def named_as_the_body_beside_a_buffer(weights: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("do", [dict, named_as_the_body, named_as_the_body_beside_a_buffer])
 def test_what_fits_is_what_is_loaded(folder: Path, do: Callable[[dict[str, Tensor]], object]) -> None:
-    """Also with the names of the hub's GPT-2."""
+    """Parameters may have the names by which the hub has GPT-2."""
     change(folder, do)
     check_fit(inspect_model_folder(folder))
     assert load_policy(folder).config.num_hidden_layers == SMALL.layers

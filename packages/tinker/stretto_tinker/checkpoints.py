@@ -100,7 +100,7 @@ class Weights:
         return size_of(folder)
 
     def drop(self, folder: Path) -> None:
-        """Remove a folder, if it exists; an error in this is not raised."""
+        """Remove a folder if it exists. Files that cannot be removed stay, without an error."""
         shutil.rmtree(folder, ignore_errors=True)
 
     def keep(self, folders: Collection[Path]) -> None:

@@ -407,7 +407,7 @@ class Worker:
         return found
 
     def _next(self, lane: Lane, sampling: Sampling) -> Waiting | None:
-        """Take a request for an engine out of the queue: of the client with the fewest in `sampling`, its open ones.
+        """Take the next request for an engine out of the queue: of the client with the fewest open ones in `sampling`.
         None if none can begin there, memory is full (and the lane has weights), or the record cannot be read now."""
         with self._wake:
             if (queue := self._asked.get(lane.weights)) is None or self._again or (self._full and lane.weights):

@@ -186,8 +186,8 @@ class Display(ABC):
 
     @abstractmethod
     def _draw(self, snapshot: Snapshot, fresh: Mapping[str, str], again: bool) -> None:
-        """Draw a snapshot, if `again` one that was drawn before. `fresh`: lines of the alarms that did not fire when
-        they were last asked for, by title."""
+        """Draw a snapshot. `again`: it was drawn before. `fresh`: lines, by title, of the alarms that began to fire
+        since they were last asked for."""
 
     def __enter__(self) -> Self:
         return self
