@@ -122,12 +122,18 @@ class RealServer:
 
     @contextmanager
     def loads_spoilt(self, *how: str) -> Iterator[None]:
-        """While it lasts, loads go wrong or steps take longer in this way (`spoilt/spoilt.py`)."""
-        self.spoilt.write_text(" ".join(how))
+        """While it lasts, loads go wrong or steps take longer in this way too (`spoilt/spoilt.py`)."""
+        before = self.spoilt.read_text() if self.spoilt.exists() else ""
+        self._spoil(f"{before}{' '.join(how)}\n")
         try:
             yield
         finally:
-            self.spoilt.unlink()
+            self._spoil(before)
+
+    def _spoil(self, ways: str) -> None:
+        written = self.spoilt.with_suffix(".new")
+        written.write_text(ways)
+        written.replace(self.spoilt)  # its reader sees all lines or those of before
 
     def close(self) -> None:
         with self._runner:  # closes its event loop

@@ -24,6 +24,8 @@ from tests.real_engines.serving import RealServer, engine, generate
 from tests.real_engines.training import ALONE, DOWN, SPOILT, TEXT, Loads, training
 
 UPDATES = 6
+#: A request of 900 tokens lasts for 27 s and more, however fast the server is.
+PACED = ("paced", "0.03")
 
 
 async def proven(server: RealServer, updates: int) -> None:
@@ -115,45 +117,46 @@ async def test_versions_are_proven_where_the_cache_is_kept(either_server: RealSe
 
 
 async def test_what_a_request_goes_on_to_sample_with_a_refused_version_is_dropped(server: RealServer) -> None:
-    """The cache is kept, so it runs on from one version to the next."""
-    async with training(server, "keep") as (trainer, served):
-        await trainer.advance()
-        sampling = Sampling(max_tokens=900, stop_token_ids=())
-        stream = served.submit_all([GenerateRequest("r", (5, 12, 8), (0, 1), sampling)])
-        await generate(served, 40)
-        with server.loads_spoilt("old"):
-            await trainer.refused()
-        before = served.partials({"r": [0, 0]})["r"]
-        assert {version for piece in before.values() for version in piece.versions} == {1}
-        await trainer.advance()
-        known = [before[member].length for member in (0, 1)]
-        async with asyncio.timeout(60):
-            while not (new := served.partials({"r": known})):
-                await asyncio.sleep(0.05)
-        assert {version for piece in new["r"].values() for version in piece.versions} == {3}
-        assert not any((stream.ready, stream.broken))
-        served.close("r")
+    """The cache is kept, so it runs on from one version to the next, by slow steps: it must not end before the last."""
+    with server.loads_spoilt(*PACED):
+        async with training(server, "keep") as (trainer, served):
+            await trainer.advance()
+            sampling = Sampling(max_tokens=900, stop_token_ids=())
+            stream = served.submit_all([GenerateRequest("r", (5, 12, 8), (0, 1), sampling)])
+            await generate(served, 40)
+            with server.loads_spoilt("old"):
+                await trainer.refused()
+            before = served.partials({"r": [0, 0]})["r"]
+            assert {version for piece in before.values() for version in piece.versions} == {1}
+            await trainer.advance()
+            known = [before[member].length for member in (0, 1)]
+            async with asyncio.timeout(60):
+                while not (new := served.partials({"r": known})):
+                    assert not any((stream.ready, stream.broken)), (known, await served.health())
+                    await asyncio.sleep(0.05)
+            assert {version for piece in new["r"].values() for version in piece.versions} == {3}
+            served.close("r")
 
 
 async def test_tokens_that_a_server_has_sampled_are_those_of_the_forward_that_it_has_proven(
     either_server: RealServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It computes them again before it loads the next version, where nobody else has compared any."""
-    async with training(either_server) as (trainer, served):
-        agreements = list[Agreement]()
-        monkeypatch.setattr(trainer.proving, "agreed", lambda found, judge: agreements.extend(found))
-        await trainer.advance()
-        while not agreements:
-            # Anew for each version: a fast server has sampled all 900 tokens before it is asked for some.
-            request = GenerateRequest(f"r{trainer.version}", (5, 12, 8), tuple(range(8)), Sampling(max_tokens=900))
-            stream = served.submit_all([request])
-            await generate(served, 80)
+    with either_server.loads_spoilt(*PACED):
+        async with training(either_server) as (trainer, served):
+            agreements = list[Agreement]()
+            monkeypatch.setattr(trainer.proving, "agreed", lambda found, judge: agreements.extend(found))
             await trainer.advance()
-            assert trainer.version <= 4, "it is asked once nothing was compared for two versions"
-            assert not stream.broken
-            served.close(request.id)
-        assert agreements[0].tokens >= 32
-        assert agreements[0].error < AGREEING[either_server.dtype] / 2
+            while not agreements:
+                request = GenerateRequest(f"r{trainer.version}", (5, 12, 8), tuple(range(8)), Sampling(max_tokens=900))
+                stream = served.submit_all([request])
+                await generate(served, 80)
+                await trainer.advance()
+                assert trainer.version <= 4, "it is asked once nothing was compared for two versions"
+                assert not stream.broken
+                served.close(request.id)
+            assert agreements[0].tokens >= 32
+            assert agreements[0].error < AGREEING[either_server.dtype] / 2
 
 
 async def test_a_coarser_server_is_compared_with_what_was_published_in_its_type(coarse_server: RealServer) -> None:

@@ -1,5 +1,5 @@
-"""Runs in the workers of the servers of these tests, and makes their loads go wrong: in the way that a file names, in
-none where there is no such file. The environment has its path, `SPOILT`.
+"""Runs in the workers of the servers of these tests, and makes their loads go wrong: in the ways that a file names, one
+a line, in none where there is no such file. The environment has its path, `SPOILT`.
 
     slow S     each tensor of a load takes S seconds
     still      the first tensor takes for ever
@@ -24,12 +24,13 @@ _SGLANG_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 _ADVANCE, _HONEST = import_module("advance"), import_module("vllm_extension")
 
 
-def how() -> list[str]:
-    """The words of the file."""
+def spoilt(way: str) -> str | None:
+    """What the file says behind this way: nothing for most ways. None without such a line."""
     try:
-        return Path(os.environ["SPOILT"]).read_text().split()
+        lines = Path(os.environ["SPOILT"]).read_text().splitlines()
     except FileNotFoundError:
-        return []
+        return None
+    return dict(line.partition(" ")[::2] for line in lines).get(way)
 
 
 def loaded() -> None:
@@ -42,31 +43,27 @@ def loaded() -> None:
 
 def paced(step: Callable[..., Any], *given: Any, **more: Any) -> Any:
     """In place of a step of all requests."""
-    match how():
-        case ["paced", seconds]:
-            time.sleep(float(seconds))
+    if (seconds := spoilt("paced")) is not None:
+        time.sleep(float(seconds))
     return step(*given, **more)
 
 
 def sglang_load(load: Callable[..., tuple[bool, str]], updater: Any, *given: Any, **more: Any) -> tuple[bool, str]:
     """In place of the worker's load of a folder, or of what was broadcast."""
-    if how() == ["old"]:
+    if spoilt("old") is not None:
         return True, "Succeeded to update model weights."
     told = load(updater, *given, **more)
-    match how():
-        case ["flipped", layer]:
-            updater.get_model().get_submodule(layer).weight.data.view(torch.int16)[0, 0] ^= 1
+    if layer := spoilt("flipped"):
+        updater.get_model().get_submodule(layer).weight.data.view(torch.int16)[0, 0] ^= 1
     return told
 
 
 def held_up(advance: Any, size: int, add: Any = _ADVANCE.Advance.add) -> None:
     """In place of `Advance.add`, by which loads count their bytes."""
-    match how():
-        case ["slow", seconds]:
-            time.sleep(float(seconds))
-        case ["still"]:
-            while how() == ["still"]:
-                time.sleep(0.1)
+    if (seconds := spoilt("slow")) is not None:
+        time.sleep(float(seconds))
+    while spoilt("still") is not None:
+        time.sleep(0.1)
     add(advance, size)
 
 
@@ -80,17 +77,16 @@ class Loader(_HONEST.Loader):  # type: ignore[misc,name-defined]  # of a module 
     """vLLM's worker."""
 
     def stretto_load(self, folder: str) -> dict[str, int]:
-        if how() == ["old"]:
+        if spoilt("old") is not None:
             return {"tensors": 1}
         told: dict[str, int] = super().stretto_load(folder)
-        match how():
-            case ["flipped", layer]:
-                # What a layer computes from on a processor is a copy that only it can reach: it is made again.
-                module = self.model_runner.get_model().get_submodule(layer)
-                outputs = module.quant_method.apply
-                rows = torch.eye(module.input_size_per_partition, dtype=module.params_dtype)
-                weight = outputs(module, rows, None).t().contiguous()
-                weight.view(torch.int16)[0, 0] ^= 1
-                module.weight = torch.nn.Parameter(weight, requires_grad=False)
-                module.quant_method.process_weights_after_loading(module)
+        if layer := spoilt("flipped"):
+            # What a layer computes from on a processor is a copy that only it can reach: it is made again.
+            module = self.model_runner.get_model().get_submodule(layer)
+            outputs = module.quant_method.apply
+            rows = torch.eye(module.input_size_per_partition, dtype=module.params_dtype)
+            weight = outputs(module, rows, None).t().contiguous()
+            weight.view(torch.int16)[0, 0] ^= 1
+            module.weight = torch.nn.Parameter(weight, requires_grad=False)
+            module.quant_method.process_weights_after_loading(module)
         return told
