@@ -10,6 +10,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import sqlite3
 from contextlib import closing
@@ -349,6 +350,10 @@ def test_a_run_goes_on_with_its_model_and_its_data_in_another_place(recipe: Path
     assert go_on(recipe, run_dir, *there).beginning == StartState()
     build_policy(SMALL.model_copy(update={"hidden_size": 32}), moved / "other", seed=1)
     assert "moved/other' holds another model" in refusal(recipe, run_dir, f"model.path={moved / 'other'}", there[1])
+    shutil.copytree(moved / "policy", moved / "retrained")
+    flip_a_bit(moved / "retrained" / "model.safetensors")
+    other = refusal(recipe, run_dir, f"model.path={moved / 'retrained'}", there[1])
+    assert re.search(r"retrained' holds other weights \(their digest is \w{8}, on record is \w{8}\); give the", other)
     rows(moved, 7)
     assert "the training questions are not those of the run" in refusal(recipe, run_dir, *there)
 

@@ -47,11 +47,12 @@ from stretto.launch.recorded import (
     write_questions,
 )
 from stretto.loop.records.reporter import Reporter, RunLog
+from stretto.loop.recovery import BASE, weights_digest
 from stretto.model.hf.inspection import read_weights
 from stretto.processes import event_loop
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
-from stretto.store.checkpoints import Checkpoints
+from stretto.store.checkpoints import Checkpoints, seal_files
 from stretto.store.ending import ENDING, Ending, read_ending, record_end
 from stretto.store.files import unreplaced
 from stretto.store.ledger.ledger import Ledger, put_fact
@@ -368,9 +369,17 @@ def _check_moved(folder: RunFolder, before: Recipe, plan: Plan, ledger: Ledger) 
     """
     known = ledger.get(_MODEL, str)
     moved = before.model.path != plan.recipe.model.path
-    if moved and known is not None and known != _model_fingerprint(plan):
-        found = f"was {before.model.path!r}, and {str(plan.base.path)!r} holds another model"
-        raise RunFolderError([Problem(f"{folder.path}: model.path", found, "give the new path of the same model")])
+    if moved and known is not None:
+        holds = "another model" if known != _model_fingerprint(plan) else ""
+        if (
+            not holds
+            and (began := ledger.get(BASE, str))
+            and (now := weights_digest(seal_files(plan.base.path))) != began
+        ):
+            holds = f"other weights (their digest is {now[:8]}, on record is {began[:8]})"
+        if holds:
+            found = f"was {before.model.path!r}, and {str(plan.base.path)!r} holds {holds}"
+            raise RunFolderError([Problem(f"{folder.path}: model.path", found, "give the new path of the same model")])
     files = {"jsonl": ("task.file", "task.held_out_file"), "dataset": ("task.sources", "task.held_out_sources")}
     return (*files.get(before.task.kind, ()), *_FOLDERS, *(("model.path",) if known is not None else ()))
 

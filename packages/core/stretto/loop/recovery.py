@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from stretto.store.ledger.reading import read_batches, read_fact
 from stretto.store.run_folder import RunFolder
 
 START = "start"  #: ledger key: digests of every file that the run starts from, by folder
+BASE = "base weights"  #: ledger key: `weights_digest` of the model before any training
 
 
 @dataclass(frozen=True)
@@ -43,15 +46,24 @@ class Recovery:
         return batch
 
 
-def seal_start(ledger: Ledger, policy: Path, reference: str | None) -> None:
+def seal_start(ledger: Ledger, policy: Path, reference: str | None, base: Path | None = None) -> None:
     """Record in the ledger, and force to disk, the digests of all files that the run starts from: `policy` (the folder
-    of version 0) and `reference` (the folder of the reference model; None: there is none). Raises OSError if a file
+    of version 0) and `reference` (the folder of the reference model; None: there is none); and of the weights of
+    `base`, the model before a warm start (None: there was none, and `policy` is a copy of it). Raises OSError if a file
     cannot be read, StoreError if the ledger cannot be written."""
-    start = {"policy/v000000": seal_files(policy)}
+    start = {"policy/v000000": (files := seal_files(policy))}
     if reference is not None:
         start[reference] = seal_files(Path(reference))
     ledger.put(START, start)
+    ledger.put(BASE, weights_digest(files if base is None else seal_files(base)))
     ledger.sync()
+
+
+def weights_digest(files: Mapping[str, FileSeal]) -> str:
+    """Compute a digest of the weights of a model folder from its `seal_files`: 16 hexadecimal digits. Only safetensors
+    files in the folder itself count, by their contents."""
+    found = sorted(seal.xxh3 for name, seal in files.items() if name.endswith(".safetensors") and "/" not in name)
+    return hashlib.blake2b("".join(found).encode(), digest_size=8).hexdigest()
 
 
 def check_start(folder: RunFolder) -> None:

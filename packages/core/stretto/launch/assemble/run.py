@@ -148,7 +148,8 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
         with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
             reference = plan.recipe.algorithm.reference
             place = reference.path if reference is not None else None
-            copy_policy(source, folder.policy(0), lambda policy: seal_start(ledger, policy, place))
+            base = plan.base.path if source != plan.base.path else None
+            copy_policy(source, folder.policy(0), lambda policy: seal_start(ledger, policy, place, base))
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
         context = _RunContext(plan, folder, start, ledger, reporter, stop, behind := AsyncExitStack())
         for sentence in (*start.sentences(), *policies_to_go(plan, folder, start.version)):
