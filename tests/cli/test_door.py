@@ -83,6 +83,7 @@ def test_the_module_can_be_run_as_well() -> None:
         (["replay", "run", "trainer.eps=1"], "(trainer.eps=1); each setting has --set before it"),
         (["train", str(TINY), "trainer.steps", "=", "5"], "e.g. trainer.steps=100, without spaces"),
         (["train", "--resume", "nowhere"], "stretto: nowhere: does not exist; give a run folder"),
+        (["train", str(TINY), "--resume", str(ROOT)], f"`stretto train --resume {ROOT}` takes the recipe on record in"),
         (["study", str(TINY)], f'this is a recipe; a study has recipe = "{TINY.name}"'),
         (["dpo", str(TINY), "out"], f"{TINY}: preferences: missing; this is a recipe of `stretto train`"),
         (["eval", "model"], "give either --task or --data"),

@@ -1,13 +1,16 @@
 """A weight that may have another name in its folder is missed when the folder is loaded: one message, exit code 2. A
-config with GPT-2's names trains as any other.
+config with GPT-2's names trains as any other. A run's first policy is on disk before its digests are.
 """
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from stretto.launch.assemble import supervised
+from stretto.launch.assemble.supervised import copy_policy
 from stretto.launch.recipe.recipe import load_recipe
 from stretto.model.hf.build import build_policy
 from stretto.store.series.metrics import read_metrics
@@ -48,3 +51,14 @@ def test_a_model_with_the_names_of_gpt2_is_trained(laboratory: Laboratory, tmp_p
     apart = [step.trainer.get("behavior_logprob_error") for step in steps]
     assert max(one for one in apart if one is not None) < 1e-4
     assert all(step.trainer["grad_norm"] for step in steps)
+
+
+def test_the_first_policy_is_on_disk_before_its_digests_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that has lost its power, no checkpoint is of use without it."""
+    synced, by_then = list[Path](), list[str]()
+    monkeypatch.setattr(supervised, "sync", synced.append)
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "model.safetensors").touch()
+    copy_policy(tmp_path / "policy", tmp_path / "v000000", lambda part: by_then.extend(path.name for path in synced))
+    assert by_then == ["model.safetensors", ".v000000.part"]
+    assert synced[2:] == [tmp_path]

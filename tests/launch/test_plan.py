@@ -17,13 +17,14 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from stretto.core.errors import UserError
+from stretto.core.errors import RecipeError, UserError
 from stretto.core.machine import available_memory
 from stretto.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
 from stretto.launch.preflight.base import base_folder
 from stretto.launch.preflight.devices import engine_parts, rank_of
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe, validate
+from stretto.launch.train import fitting
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
@@ -414,3 +415,13 @@ def test_weights_are_published_in_the_dtype_that_all_engines_round_them_to(
     recipe = plan.recipe.model_validate(tree | changed)
     here = Endpoints("mailbox", tmp_path, tmp_path)
     assert trainer_spec(replace(plan, recipe=recipe), plan.base.path, here, tmp_path).published == published
+
+
+def test_a_run_that_needs_far_more_memory_than_there_is_is_refused_with_both_numbers(
+    plan_for: Planner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("stretto_app.extensions.preflight.estimates.available_memory", lambda: 1 << 28)
+    told = r"memory: the run needs .*all 1\.\d\d GiB; available 0\.25 GiB; each rank .*; a smaller model"
+    with pytest.raises(RecipeError, match=told):
+        fitting(plan_for())

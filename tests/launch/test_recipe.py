@@ -146,9 +146,9 @@ def test_a_mistake_is_named_with_place_value_and_remedy(tmp_path: Path, text: st
     assert not [part for part in expected if part not in told], told
 
 
-def test_a_missing_section_is_named(tmp_path: Path) -> None:
+def test_a_missing_section_is_named_unless_all_of_its_keys_have_defaults(tmp_path: Path) -> None:
     assert message(write(tmp_path, "seed = 1")).splitlines() == [
-        f"{tmp_path}/recipe.toml: {section}: missing" for section in ("model", "task", "trainer")
+        f"{tmp_path}/recipe.toml: {section}: missing" for section in ("model", "task")
     ]
 
 

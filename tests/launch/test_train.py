@@ -18,11 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tomli_w
 
-from stretto.core.errors import RecipeError, RunFolderError, StoreError
-from stretto.launch.assemble import supervised
+from stretto.core.errors import RunFolderError, StoreError
 from stretto.launch.assemble.run import StartState, policies_to_go
 from stretto.launch.assemble.supervised import copy_policy
+from stretto.launch.recipe.recipe import load_recipe
 from stretto.launch.recorded import STOPS
 from stretto.launch.train import Prepared, prepare
 from stretto.loop.records.reporter import SilentReporter
@@ -229,12 +230,18 @@ def test_a_run_with_something_left_to_do_or_that_was_broken_off_goes_on(recipe: 
     for ending in (Ending("running"), Ending("stopped", "stopped by SIGINT"), Ending("failed", "no")):
         end(run_dir, ending)  # behind its last step
         assert not go_on(recipe, run_dir).beginning.done
+    end(run_dir, Ending("finished", "accuracy 0.9 reached"))  # early
+    assert go_on(recipe, run_dir, "evaluation.every=5").beginning.done
+    assert not go_on(recipe, run_dir, "evaluation.goal=0.95", "evaluation.every=5").beginning.done
     end(run_dir, Ending("finished"))
     assert go_on(recipe, run_dir).beginning.done
     assert not go_on(recipe, run_dir, "trainer.steps=10").beginning.done
     assert go_on(recipe, run_dir, "trainer.steps=9").beginning.done
-    assert not go_on(recipe, run_dir, "evaluation.samples=2").beginning.done  # the last version has none of these
-    assert go_on(recipe, run_dir, "evaluation.samples=2").beginning.done is True
+    for later in ("every=5", "samples=2", "patience=3 every=1"):  # no step is left to evaluate, or to end behind
+        assert go_on(recipe, run_dir, *(f"evaluation.{one}" for one in later.split())).beginning.done
+    rows = f"source={{data='{recipe.parent / 'rows.jsonl'}'}}"
+    assert not go_on(recipe, run_dir, f"evaluation.sets=[{{name='more', {rows}}}]").beginning.done  # is owed
+    assert not go_on(recipe, run_dir, "evaluation.keep_best=true").beginning.done
     (run_dir / "metrics.jsonl").unlink()
     assert not go_on(recipe, run_dir).beginning.done
 
@@ -358,6 +365,14 @@ def test_a_run_goes_on_with_its_model_and_its_data_in_another_place(recipe: Path
     assert "the training questions are not those of the run" in refusal(recipe, run_dir, *there)
 
 
+def test_a_run_keeps_the_model_that_it_has_built(recipe: Path) -> None:
+    built = tomli_w.dumps({"model": {"build": SMALL.model_dump(exclude_none=True)}})
+    recipe.write_text(built + recipe.read_text().partition('path = "policy"\n')[2])
+    told = refusal(recipe, begin(recipe), f"model.path={recipe.parent / 'policy'}")
+    assert load_recipe(recipe, [f"model.path={recipe.parent / 'policy'}"]).model.build is None
+    assert f": model: the run began with [model.build], and now has model.path = '{recipe.parent}/policy'; a" in told
+
+
 def test_held_out_rows_in_another_file_are_compared(recipe: Path) -> None:
     folder = recipe.parent
     apart = [row + "\n" for row in (folder / "rows.jsonl").read_text().splitlines()]
@@ -374,23 +389,10 @@ def test_held_out_rows_in_another_file_are_compared(recipe: Path) -> None:
 
 def test_a_run_that_is_named_twice_is_refused(recipe: Path) -> None:
     run_dir = begin(recipe)
-    with pytest.raises(
-        RunFolderError, match=r"--resume: .*run is to be resumed, and --run-dir is .*other; name the run once"
-    ):
+    twice = r"--resume: .*run is to be resumed, and --run-dir is .*other; name the run once"
+    with pytest.raises(RunFolderError, match=twice):
         prepare(run_dir, [], run_dir.parent / "other", resume=True)
     prepare(run_dir, [], run_dir, resume=True).folder.release()
-
-
-def test_a_run_that_needs_far_more_memory_than_there_is_is_refused_with_both_numbers(
-    recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr("stretto_app.extensions.preflight.estimates.available_memory", lambda: 1 << 28)
-    with pytest.raises(
-        RecipeError,
-        match=r"memory: the run needs .*all 1\.\d\d GiB; available 0\.25 GiB; each rank .*; a smaller model",
-    ):
-        check(recipe, [])
 
 
 def test_a_run_writes_down_its_questions_with_their_rows(recipe: Path) -> None:
@@ -471,14 +473,3 @@ def test_a_resumed_run_says_that_its_last_policy_goes_once_newer_ones_are_saved(
     assert list(policies_to_go(at_step_2.plan, at_step_2.folder, 2)) == [told]
     keeps = go_on(recipe, run_dir, "trainer.keep_versions=all")
     assert list(policies_to_go(keeps.plan, keeps.folder, 2)) == []
-
-
-def test_the_first_policy_is_on_disk_before_its_digests_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a run that has lost its power, no checkpoint is of use without it."""
-    synced, by_then = list[Path](), list[str]()
-    monkeypatch.setattr(supervised, "sync", synced.append)
-    (tmp_path / "policy").mkdir()
-    (tmp_path / "policy" / "model.safetensors").touch()
-    copy_policy(tmp_path / "policy", tmp_path / "v000000", lambda part: by_then.extend(path.name for path in synced))
-    assert by_then == ["model.safetensors", ".v000000.part"]
-    assert synced[2:] == [tmp_path]

@@ -75,9 +75,16 @@ def refuse_training(
     the model needs, or () without a check if `resume` gets both a folder and a `run_dir`.
 
     Raises:
-        RunFolderError: there is no such run to resume.
+        RunFolderError: there is no such run to resume; or a recipe and a run folder stand side by side.
         UserError: as `refuse_recipe` and `refuse_resumed`.
     """
+    if resume and (run := next((one for one in overrides if "=" not in one and os.path.isdir(one)), None)):
+        from stretto.core.errors import Problem, RunFolderError
+
+        own = f"`stretto train --resume {run}` takes the recipe on record in {run}"
+        other = f"`stretto train {recipe} --resume --run-dir {run}` takes {recipe}"
+        remedy = f"{own}, {other}; either may differ from the record only where a resume may, as in trainer.steps"
+        raise RunFolderError([Problem("--resume", f"{recipe} and {run} are both given", remedy)])
     if resume and run_dir is None and not (recipe.suffix or os.path.exists(recipe)):
         refuse_run(recipe)
     if not (resume and os.path.isdir(recipe)):

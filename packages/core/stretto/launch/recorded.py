@@ -16,8 +16,10 @@ import msgspec
 
 from stretto.core.records import Record
 from stretto.doors.loading import is_own
+from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe, load_recipe, named_in_doors, named_in_section, to_toml, validate
+from stretto.model.hf.inspection import read_weights
 from stretto.rollout.prompts import PromptSource
 from stretto.rollout.tasks import DatasetTask
 from stretto.store.inspection import CHANGED
@@ -36,6 +38,14 @@ def recorded_recipe(folder: RunFolder, text: str | None) -> Recipe:
     """Parse the recorded `text` of a run's recipe. None (an older format): read ``recipe.toml`` of the run folder.
     Raises RecipeError if this version of stretto does not accept the recipe."""
     return load_recipe(folder.recipe) if text is None else validate(tomllib.loads(text), f"{folder.ledger}: {RECIPE}")
+
+
+def model_fingerprint(plan: Plan) -> str:
+    """Compute a digest of the model's config, its tokenizer, and the names, dtypes and shapes of its weights. The
+    values are not read: the run has its own copy."""
+    tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_weights(plan.base.path).items())
+    texts = [(plan.base.path / name).read_text(encoding="utf-8") for name in ("config.json", "tokenizer.json")]
+    return digest(*texts, tensors)
 
 
 STOPS = "stop tokens"  #: name of the ledger's fact with the ids of the tokens that end a completion
@@ -158,6 +168,20 @@ class DataRecord(Record, frozen=True):
             easy=rests.easy if rests is not None else None,
             hard=rests.hard if rests is not None else None,
         )
+
+
+_RECORDED = ("id", "token_ids", "text", "answer")  # fields of a prompt in the digest of the questions
+
+
+def question_fingerprints(plan: Plan) -> tuple[str, str]:
+    """Compute two digests of the training prompts: the one to record, and the one that some versions of stretto
+    recorded.
+
+    The first covers the four fields that `Prompt` had at first; later fields follow from the tokens. The second also
+    covers `Prompt.opens`.
+    """
+    recorded = [{name: getattr(prompt, name) for name in _RECORDED} for prompt in plan.training]
+    return digest(msgspec.json.encode(recorded)), digest(msgspec.json.encode(plan.training))
 
 
 def write_questions(folder: RunFolder, plan: Plan) -> None:

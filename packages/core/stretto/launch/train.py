@@ -29,17 +29,19 @@ from stretto.core.errors import (
 )
 from stretto.doors.loading import from_package, of_application
 from stretto.launch.assemble.run import StartState, run
-from stretto.launch.preflight.base import digest
 from stretto.launch.preflight.checks import check_checkpoint
 from stretto.launch.preflight.devices import placed, seat_of_warm_start, seats_of, usable_gpus
 from stretto.launch.preflight.plan import Plan, advice, make_plan
 from stretto.launch.recipe.extensions import OUTLETS, OutletsConfig
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
+from stretto.launch.recipe.sections import EvaluationConfig
 from stretto.launch.recorded import (
     DATA,
     RECIPE,
     DataRecord,
     changed_sources,
+    model_fingerprint,
+    question_fingerprints,
     record_recipe,
     record_sources,
     recorded_recipe,
@@ -48,7 +50,6 @@ from stretto.launch.recorded import (
 )
 from stretto.loop.records.reporter import Reporter, RunLog
 from stretto.loop.recovery import BASE, weights_digest
-from stretto.model.hf.inspection import read_weights
 from stretto.processes import event_loop
 from stretto.processes.spawn import FRESH, Spawner
 from stretto.processes.stopping import until_cut_short
@@ -58,7 +59,7 @@ from stretto.store.files import unreplaced
 from stretto.store.ledger.ledger import Ledger, put_fact
 from stretto.store.ledger.schema import page_for
 from stretto.store.run_folder import RunFolder, library_versions, machine
-from stretto.store.series.metrics import EvaluationLine, StepMetrics, iterate_metrics
+from stretto.store.series.metrics import EvaluationLine, StepMetrics, iterate_metrics, read_evaluations
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import learning_rate
 from stretto.weights.folder import SHARED
@@ -78,12 +79,15 @@ _MAY_CHANGE = (
     "cluster",
     "logging",
 )
+#: Keys of [evaluation]: those by which a run that has ended early may go on, and one that has done its steps may keep
+#: another policy.
+_KEEPS = ("keep_best", "best_of")
+_ENDS_EARLY = (*_KEEPS, "patience", "least_gain", "goal", "goal_holds", "prompts", "samples", "seed", "sets")
 
 _JOIN = "join.json"  # file of a run that other machines could join; another conductor may have a copy of the folder
 #: Names of the ledger's facts with digests of the training questions, the held-out questions and the model.
 _QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
 _FOLDERS = ("rewards.path", "workflow.path")  # of modules
-_RECORDED = ("id", "token_ids", "text", "answer")  # fields of a prompt in the digest of the questions
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "disk is full")  # the last one: SQLite's
 _CONTAINERS = 1_000_000  # allocations between two garbage collections
 
@@ -338,27 +342,16 @@ def _fill(folder: RunFolder, plan: Plan) -> None:
     rollout = plan.recipe.rollout
     page = page_for(rollout.batch_size * rollout.group_size * plan.sampling.max_tokens)
     with closing(Ledger(folder.ledger, plan.recipe.store, page=page)) as ledger:  # from now on the run can be resumed
-        ledger.put(_QUESTIONS, _fingerprints(plan)[0])
+        ledger.put(_QUESTIONS, question_fingerprints(plan)[0])
         ledger.put(_HELD_OUT, plan.kept_apart_digest)
         record_recipe(ledger, plan.recipe)
         record_sources(ledger, plan.recipe)
-        ledger.put(_MODEL, _model_fingerprint(plan))
+        ledger.put(_MODEL, model_fingerprint(plan))
         ledger.put(DATA, DataRecord.of(plan))
         with_stops_on_record(plan, ledger)
     write_questions(folder, plan)
     folder.write("versions.json", _json(library_versions()))
     folder.write("machine.json", _json(machine()))
-
-
-def _fingerprints(plan: Plan) -> tuple[str, str]:
-    """Compute two digests of the training prompts: the one to record, and the one that some versions of stretto
-    recorded.
-
-    The first covers the four fields that `Prompt` had at first; later fields follow from the tokens. The second also
-    covers `Prompt.opens`.
-    """
-    recorded = [{name: getattr(prompt, name) for name in _RECORDED} for prompt in plan.training]
-    return digest(msgspec.json.encode(recorded)), digest(msgspec.json.encode(plan.training))
 
 
 def _check_moved(folder: RunFolder, before: Recipe, plan: Plan, ledger: Ledger) -> tuple[str, ...]:
@@ -367,36 +360,28 @@ def _check_moved(folder: RunFolder, before: Recipe, plan: Plan, ledger: Ledger) 
     Their contents are compared instead: of the model here, of the data by `_check_questions`, of modules by
     `changed_sources`. `before`: the recorded recipe. Raises RunFolderError for another model.
     """
-    known = ledger.get(_MODEL, str)
-    moved = before.model.path != plan.recipe.model.path
+    known, paths = ledger.get(_MODEL, str), (before.model.path, plan.recipe.model.path)
+    moved, place = paths[0] != paths[1], f"{folder.path}: model"
+    if moved and None in paths:
+        was, now = ("[model.build]" if path is None else f"model.path = {path!r}" for path in paths)
+        found = f"the run began with {was}, and now has {now}"
+        raise RunFolderError([Problem(place, found, "a resumed run keeps its model: leave it out")])
     if moved and known is not None:
-        holds = "another model" if known != _model_fingerprint(plan) else ""
-        if (
-            not holds
-            and (began := ledger.get(BASE, str))
-            and (now := weights_digest(seal_files(plan.base.path))) != began
-        ):
-            holds = f"other weights (their digest is {now[:8]}, on record is {began[:8]})"
-        if holds:
-            found = f"was {before.model.path!r}, and {str(plan.base.path)!r} holds {holds}"
-            raise RunFolderError([Problem(f"{folder.path}: model.path", found, "give the new path of the same model")])
+        began = ledger.get(BASE, str)  # None: an older run, whose weights are not compared
+        weights = weights_digest(seal_files(plan.base.path)) if began is not None else None
+        other = f"other weights (their digest is {weights:.8}, on record is {began:.8})" if weights != began else ""
+        if holds := "another model" if known != model_fingerprint(plan) else other:
+            found = f"was {paths[0]!r}, and {str(plan.base.path)!r} holds {holds}"
+            raise RunFolderError([Problem(f"{place}.path", found, "give the new path of the same model")])
     files = {"jsonl": ("task.file", "task.held_out_file"), "dataset": ("task.sources", "task.held_out_sources")}
     return (*files.get(before.task.kind, ()), *_FOLDERS, *(("model.path",) if known is not None else ()))
-
-
-def _model_fingerprint(plan: Plan) -> str:
-    """Compute a digest of the model's config, its tokenizer, and the names, dtypes and shapes of its weights. The
-    values are not read: the run has its own copy."""
-    tensors = sorted((name, tensor.dtype, tensor.shape) for name, tensor in read_weights(plan.base.path).items())
-    texts = [(plan.base.path / name).read_text(encoding="utf-8") for name in ("config.json", "tokenizer.json")]
-    return digest(*texts, tensors)
 
 
 def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
     """Raise RunFolderError if the questions of a resumed run, or their order, have changed: the run continues at a
     position in the training questions. A digest that is not on record is recorded."""
     for kind, key, found in (
-        ("training", _QUESTIONS, _fingerprints(plan)),
+        ("training", _QUESTIONS, question_fingerprints(plan)),
         ("held-out", _HELD_OUT, (plan.kept_apart_digest,)),
     ):
         known = ledger.get(key, str)
@@ -440,20 +425,23 @@ def _where_it_ended(folder: RunFolder, plan: Plan, ledger: Ledger) -> StartState
         found = f"{recipe.trainer.steps}, and the run has done {several(beginning.version, 'step')}"
         raise RunFolderError([Problem(f"{folder.path}: trainer.steps", found, "ask for more steps")])
     _check_rates(folder, before.trainer, recipe.trainer, beginning)
-    ending = _end_of(folder, beginning.version) if before.evaluation == recipe.evaluation else None
+    ending = _end_of(folder, beginning.version, recipe.evaluation)
     early = ending.reason if ending is not None else ""
-    done = ending is not None and (bool(early) or beginning.version >= recipe.trainer.steps)
-    return replace(beginning, changed=changed, done=done, early=early)
+    asked, now = before.evaluation, recipe.evaluation
+    goes_on = any(getattr(asked, key) != getattr(now, key) for key in (_ENDS_EARLY if early else _KEEPS))
+    done = ending is not None and bool(early or beginning.version >= recipe.trainer.steps) and not goes_on
+    return replace(beginning, changed=changed, done=done, early=early if done else "")
 
 
-def _end_of(folder: RunFolder, version: int) -> Ending | None:
-    """Return how the run has finished; None if it has not, or `version`, its last, is not evaluated. Raises StoreError
-    for a line of the metrics that cannot be read."""
+def _end_of(folder: RunFolder, version: int, evaluation: EvaluationConfig) -> Ending | None:
+    """Return how the run has finished; None if it has not, or `version`, its last, is not evaluated on every set.
+    Raises StoreError for a line of the metrics that cannot be read."""
     ending = read_ending(folder.ledger)
     if ending is None or ending.how != "finished" or not folder.metrics.exists():
         return None
-    evaluated = {line.step for line in iterate_metrics(folder.metrics) if isinstance(line, EvaluationLine)}
-    return ending if version in evaluated else None
+    found = read_evaluations(folder.metrics)
+    sets = ("", *(one.name for one in evaluation.sets))
+    return ending if all(version in {line.step for line in found.get(name, ())} for name in sets) else None
 
 
 def _check_rates(folder: RunFolder, before: TrainerConfig, after: TrainerConfig, beginning: StartState) -> None:

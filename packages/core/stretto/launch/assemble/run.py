@@ -75,7 +75,7 @@ class StartState:
         sources have changed, and where the run continues. Empty for a new run."""
         if self.early:
             done = f"the run has ended early, after {several(self.version, 'step')}: {self.early}"
-            return [f"{done}; nothing is left to do; other settings of [evaluation] continue it"]
+            return [f"{done}; nothing is left to do; another goal or patience of [evaluation] continues it"]
         if self.done:
             done = f"all {several(self.version, 'step')} of the run are done, and its last version is evaluated"
             return [f"{done}: nothing is left to do; trainer.steps=M with M > {self.version} continues it"]
@@ -429,8 +429,8 @@ async def _conduct(context: _RunContext, roles: Roles, conductor: Conductor) -> 
         # A run that was killed after its last checkpoint may lack the policy of that step.
         await checkpointing.save_policy(controller.published)
         recorder.spans(await roles.poll_unless(stop))
-        say(f"{_phase(recipe, 3)}: reinforcement learning, steps {controller.published + 1} to {recipe.trainer.steps}")
-        say(LEGEND)
+        for sentence in _what_is_left(recipe, controller.published, evaluation):
+            say(sentence)
         recorder.rl_begins()
         evaluation.catch_up(controller.published)
         await conductor.run()
@@ -445,8 +445,19 @@ async def _conduct(context: _RunContext, roles: Roles, conductor: Conductor) -> 
     recorder.spans(await roles.poll_unless(stop))
     recorder.rl_ends()
     if not stop.requested:
-        say("measuring the held-out accuracy of the last version")
+        if not evaluation.has(controller.published):
+            say("measuring the held-out accuracy of the last version")
         await stop.unless(_evaluate_last(roles, evaluation, controller.published))
+
+
+def _what_is_left(recipe: Recipe, version: int, evaluation: Evaluations) -> Iterator[str]:
+    """Yield log lines: the steps to do from `version` on; behind the last step, whether its evaluation is owed."""
+    if version < recipe.trainer.steps:
+        yield f"{_phase(recipe, 3)}: reinforcement learning, steps {version + 1} to {recipe.trainer.steps}"
+        yield LEGEND
+        return
+    owed = "only its end is not on record" if evaluation.has(version) else "an evaluation of its last version is owed"
+    yield f"all {several(version, 'step')} of the run are done, and {owed}"
 
 
 async def _evaluate_last(roles: Roles, evaluation: Evaluations, version: int) -> None:

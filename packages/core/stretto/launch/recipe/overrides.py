@@ -21,7 +21,7 @@ from stretto.core.errors import Problem
 Overrides = Sequence[str] | Mapping[str, Any]
 
 #: Keys that exclude each other: an override of one removes the other.
-_INSTEAD = {"function": "functions", "functions": "function"}
+_INSTEAD = {"function": "functions", "functions": "function", "path": "build", "build": "path"}
 
 
 def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | None:

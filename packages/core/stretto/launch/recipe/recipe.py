@@ -160,7 +160,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         BeforeValidator(with_named_reward),
     ] = Field(None, description="what happens between a prompt and its verdict; left out: a single turn")
     gateway: GatewayConfig = GatewayConfig()
-    trainer: TrainerConfig
+    trainer: TrainerConfig = TrainerConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     store: StoreConfig = StoreConfig()
