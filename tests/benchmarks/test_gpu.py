@@ -176,7 +176,7 @@ def test_what_a_part_has_started_ends_with_it(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize("size", [Size(), REHEARSED], ids=["whole", "rehearsed"])
 def test_the_runs_fit_a_gpu(size: Size, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank and engine share one of 80 GiB, by the estimate."""
-    monkeypatch.setattr(paper, "try_reward", lambda config, questions: [])
+    monkeypatch.setattr(paper, "try_reward", lambda config, questions, completions: [])
     model = outlined(size.shape, tmp_path / "model")
     learn = [*size.learn, "task.demonstrations=64", "task.prompts=256"]  # the estimate is that of all 64,000
     for recipe in (load_recipe(RECIPE, [f"model.path={model}", *size.run]), load_recipe(LEARN, learn)):

@@ -35,8 +35,8 @@ def _forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans are made without a trial of the rewards that stretto and tiny.toml have, which is a process each time."""
 
-    def tried(config: RewardsConfig, questions: Sequence[Question]) -> list[str]:
+    def tried(config: RewardsConfig, questions: Sequence[Question], completions: int) -> list[str]:
         known = not config.functions and config.function in {KNOWN, *BUILT_IN}
-        return [] if known else try_reward(config, questions)
+        return [] if known else try_reward(config, questions, completions=completions)
 
     monkeypatch.setattr(notes, "try_reward", tried)

@@ -6,6 +6,8 @@ one of the user's own is told; one that judges one completion in two ways is nam
 verdicts; one that keeps to its word causes no sentence.
 """
 
+import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,6 +49,12 @@ def judge(prompt, completion, answer):
     time.sleep(0.4)
     return True
 
+def busy(prompt, completion, answer):
+    end = time.process_time() + 0.3
+    while time.process_time() < end:
+        pass
+    return True
+
 def hanging(prompt, completion, answer):
     time.sleep(60)
 
@@ -82,8 +90,9 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         ("raising", {}, ["in any of ", "rows.jsonl:", "ValueError in ", "tried_rewards.py:19: could not conv"]),
         ("forgetful", {}, ["the reward returned NoneType", "tried_rewards.py:21"]),
         ("dying", {}, ["worker died: exit status 3"]),
-        ("judge", {"timeout": 0.1}, ["' took ", "may take 0.1 s", "rewards.timeout="]),
-        ("hanging", {"timeout": 0.1}, ["was not done after ", "may take 0.1 s", "rewards.timeout="]),
+        ("judge", {"timeout": 0.03}, ["' took ", " s by the clock", "may take 0.3 s", "rewards.timeout="]),
+        ("busy", {"timeout": 0.1}, ["' took ", " s of processor time", "may take 0.1 s", "rewards.timeout="]),
+        ("hanging", {"timeout": 0.1}, ["was not done after ", "may take 1 s", "rewards.timeout="]),
     ],
 )
 def test_a_reward_that_never_comes_to_a_verdict_is_refused_with_what_was_seen(
@@ -91,7 +100,7 @@ def test_a_reward_that_never_comes_to_a_verdict_is_refused_with_what_was_seen(
 ) -> None:
     config = RewardsConfig.model_validate({"function": f"{module}:{name}"} | settings)
     with pytest.raises(RewardFunctionError, match=r"rewards\.function") as caught:
-        try_reward(config, QUESTIONS, patience=0.7 if name == "judge" else 0.15)
+        try_reward(config, QUESTIONS, patience={"judge": 0.7, "busy": 5}.get(name, 0.15))
     assert not [word for word in words if word not in str(caught.value)], str(caught.value)
 
 
@@ -122,6 +131,20 @@ def test_a_reward_gets_the_fields_of_the_row_that_its_signature_takes(module: st
         lacks = r"the reward takes 'level', and the row has the further fields 'levl'; did you mean 'levl'\?"
         with pytest.raises(RewardFunctionError, match=lacks):
             try_reward(RewardsConfig(function=f"{module}:{name}"), rows)
+
+
+def test_one_that_waits_is_told_by_what_a_step_takes_and_its_trial_ends_in_time(module: str) -> None:
+    config, start = RewardsConfig(function=f"{module}:judge", workers=2), time.monotonic()
+    assert try_reward(config, QUESTIONS, patience=0.5) == [], "a run lets it wait for ten times its second"
+    [told] = try_reward(config, QUESTIONS, patience=0.5, completions=64)
+    assert re.search(
+        r"took 0\.[4-9] s for a completion: the 64 of a step take \d+ s of 2 workers \(rewards\.work", told
+    )
+    with pytest.raises(
+        RewardFunctionError, match=r"not done after 10\.\d s by the clock .* may take 10 s; .*timeout=4 "
+    ):
+        try_reward(RewardsConfig(function=f"{module}:hanging"), QUESTIONS)
+    assert time.monotonic() - start < 60
 
 
 def test_a_built_in_that_does_not_fit_the_gold_answers_is_refused() -> None:

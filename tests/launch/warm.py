@@ -204,9 +204,9 @@ def spare(patch: pytest.MonkeyPatch | None = None) -> None:
     patch.setattr(notes, "try_reward", _tried)
 
 
-def _tried(config: RewardsConfig, questions: Sequence[Question]) -> list[str]:
+def _tried(config: RewardsConfig, questions: Sequence[Question], completions: int) -> list[str]:
     known = not config.functions and config.function == KNOWN
-    return [] if known else try_reward(config, questions)
+    return [] if known else try_reward(config, questions, completions=completions)
 
 
 class ForkedWorker:

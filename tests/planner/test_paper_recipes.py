@@ -28,7 +28,7 @@ PARAMETERS = {"1.5b": 1_777_088_000, "7b": 7_615_616_512, "14b": 14_770_033_664,
 def judged_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """No reward and no reader of gold answers are tried, which takes seconds: those of mathematics are in the dry run
     of the memory, those of programs in the long one below."""
-    monkeypatch.setattr(paper, "try_reward", lambda config, questions: [])
+    monkeypatch.setattr(paper, "try_reward", lambda config, questions, completions: [])
     monkeypatch.setattr(paper, "sift", lambda config, questions: Sifted(questions))
 
 

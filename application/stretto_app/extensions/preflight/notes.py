@@ -26,12 +26,13 @@ def last_notes(recipe: Recipe, questions: Questions, sets: Sequence[Question], *
     """Return warnings, if any, about digits, schedule, experts, repeated rows and the reward. `sets`: questions of
     ``[[evaluation.sets]]``. `tried`: the reward was tried when the run began, so it is not tried again. Otherwise
     RewardFunctionError is raised if it cannot be used (see `try_reward`)."""
+    completions = recipe.rollout.batch_size * recipe.rollout.group_size
     return [
         *strange_digits(questions),
         *schedule_notes(recipe),
         *router_notes(base_folder(recipe.model, recipe.seed)),
         *repeated(questions, sets),
-        *(() if tried else try_reward(recipe.rewards, questions.training)),
+        *(() if tried else try_reward(recipe.rewards, questions.training, completions=completions)),
     ]
 
 

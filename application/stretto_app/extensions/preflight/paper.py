@@ -103,7 +103,11 @@ def outline(recipe: Recipe) -> Outline:
             *filter(None, notes),
             *sifted.warnings,
             *repeated(questions),
-            *try_reward(recipe.rewards, questions.training),
+            *try_reward(
+                recipe.rewards,
+                questions.training,
+                completions=recipe.rollout.batch_size * recipe.rollout.group_size,
+            ),
         ),
     )
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -42,6 +43,7 @@ from stretto.trainer.objective.decoupled_ppo import Terms
 from stretto.trainer.objective.estimators import ESTIMATORS, EstimatorSection, RewardedCompletion, estimate_faults
 from stretto.trainer.objective.surrogates import LOSSES, LossSection
 from stretto.trainer.objective.tokens import LossTokens, Sequences
+from stretto_verify.clock import clock_limit
 from stretto_verify.thoughts import closed
 
 _GROUPS = ((1.0, 0.0, 0.0, 1.0), (0.0, 0.0), (1.0,))  # rewards of the made-up groups that a filter gets
@@ -278,10 +280,17 @@ def _faults(place: str, name: str, trial: Callable[[], Iterator[str]]) -> list[P
 class _Call:
     question: Question
     verdict: Verdict
-    seconds: float
+    seconds: float  # by the clock
+    computed: float  # seconds of processor time
+
+    def is_late(self, limit: float) -> bool:
+        """Whether the verdict comes too late in a run, whose limit is `limit` seconds of processor time."""
+        return self.computed > limit or self.seconds > clock_limit(limit)
 
 
-def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: float = _PATIENCE) -> list[str]:
+def try_reward(
+    config: RewardsConfig, questions: Sequence[Question], patience: float = _PATIENCE, completions: int = 0
+) -> list[str]:
     """Let each reward judge the first gold answers of its questions twice, as completions; returns warnings about slow
     or missing verdicts, wrong ones, and two verdicts that differ.
 
@@ -292,8 +301,10 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
 
     Args:
         questions: the training questions.
-        patience: seconds for the trial of each reward: no call begins later, except for the first of a round. One call
-            may take these seconds, or the reward's own time limit if that is longer.
+        patience: seconds for the trial of each reward: no call begins later, and none of the first round after half of
+            them, except for the first of a round. One call may take these seconds by the clock, or as long as in a run
+            if that is longer; then the trial ends.
+        completions: of a training step; a warning says how long they take if that is more than 10 seconds.
 
     Raises:
         RewardFunctionError: the workers do not start, no call returned a verdict within the reward's time limit, or a
@@ -305,18 +316,21 @@ def try_reward(config: RewardsConfig, questions: Sequence[Question], patience: f
     for part in config.parts:
         judged = [question for question in questions if not part.sources or question.source in part.sources]
         decides = [question for question in judged if question.source not in decided]
-        told += _tried(config.alone(part), decides or judged, patience, decides=bool(decides))
+        tried, calls = _tried(config.alone(part), decides or judged, patience, decides=bool(decides))
+        told += [*tried, *_slow(config.alone(part), calls, completions)]
         decided |= {question.source for question in judged}
     return told
 
 
-def _tried(config: RewardsConfig, questions: Sequence[Question], patience: float, *, decides: bool) -> list[str]:
+def _tried(
+    config: RewardsConfig, questions: Sequence[Question], patience: float, *, decides: bool
+) -> tuple[list[str], list[_Call]]:
     built_in = config.function in BUILT_IN
     if built_in and BUILT_IN[config.function].configured:
-        return []  # programs, a judge, ...: a gold answer is no completion
+        return [], []  # programs, a judge, ...: a gold answer is no completion
     rows = [row for row in questions if row.place][:_TRIED_BUILT_IN] if built_in else questions[:_TRIED]
     if not rows:
-        return []
+        return [], []
     try:
         first, second = asyncio.run(_twice(config, rows, patience))
     except RoleError as error:
@@ -332,33 +346,39 @@ def _tried(config: RewardsConfig, questions: Sequence[Question], patience: float
         warnings.append(_wrong(config, wrong, len(rows)))
         if built_in and len(wrong) == len(rows):
             raise RewardFunctionError(warnings)
-    return [*map(str, warnings), *(_beyond(config, calls) if decides else ()), *_differing(config, first, second)]
+    differing = _differing(config, first, second)
+    return [*map(str, warnings), *(_beyond(config, calls) if decides else ()), *differing], calls
 
 
 async def _twice(config: RewardsConfig, rows: Sequence[Question], patience: float) -> tuple[list[_Call], list[_Call]]:
-    """Judge the gold answers of these rows twice; returns the calls of both rounds. After `patience` seconds no further
-    call begins, but each round has at least one."""
-    patient = {
-        "workers": 1,
-        "max_consecutive_undecided": 1 << 20,
-        "timeout": max(config.seconds_per_completion, patience),
-    }
-    began = time.monotonic()
+    """Judge the gold answers of these rows twice; returns the calls of both rounds, of which each has at least one. No
+    call begins after `patience` seconds, and none of the first round after half of them; nor behind one that is not
+    done by its deadline, since the reward may hang."""
+    limit = config.seconds_per_completion
+    patient = {"workers": 1, "max_consecutive_undecided": 1 << 20, "timeout": max(limit, patience)}
     first: list[_Call] = []
     second: list[_Call] = []
     async with RewardPool(config.model_copy(update=patient)) as pool:
-        for calls in (first, second):
+        began = time.monotonic()
+        for calls, end in ((first, began + patience / 2), (second, began + patience)):
             for row in rows:
-                if calls and time.monotonic() - began > patience:
+                if calls and time.monotonic() > end:
                     break
-                start = time.monotonic()
-                [verdict] = await pool.score([ScoreItem(closed(row.text), row.answer, row.answer, row.fields)])
-                calls.append(_Call(row, verdict, time.monotonic() - start))
+                start, before = time.monotonic(), pool.processor_seconds
+                item = ScoreItem(closed(row.text), row.answer, row.answer, row.fields)
+                try:
+                    [verdict] = await asyncio.wait_for(pool.score([item]), max(clock_limit(limit), patience))
+                except TimeoutError:
+                    verdict = Verdict(Outcome.UNDECIDED, None, TIMED_OUT)
+                seconds, computed = time.monotonic() - start, pool.processor_seconds - before
+                calls.append(_Call(row, verdict, seconds, computed))
+                if verdict.reason == TIMED_OUT:
+                    return first, second
     return first, second
 
 
 def _is_lost(call: _Call, limit: float) -> bool:
-    return call.verdict.outcome is Outcome.UNDECIDED or call.seconds > limit
+    return call.verdict.outcome is Outcome.UNDECIDED or call.is_late(limit)
 
 
 def _lost(config: RewardsConfig, call: _Call, count: int) -> Problem:
@@ -369,11 +389,25 @@ def _lost(config: RewardsConfig, call: _Call, count: int) -> Problem:
         found = f"{config.function!r} returned no verdict {times}, on {which}: {call.verdict.reason}"
         return Problem(PLACE, found, "undecided completions are never trained on")
     done = "took" if call.verdict.outcome is not Outcome.UNDECIDED else "was not done after"
-    found = (
-        f"{config.function!r} {done} {call.seconds:.1f} s on {which}, and may take {config.seconds_per_completion:g} s"
-    )
-    enough = math.ceil(3 * call.seconds)
-    return Problem(PLACE, found, f"slower verdicts are undecided; rewards.timeout={enough} would allow more")
+    limit = config.seconds_per_completion
+    if call.computed > limit:
+        spent, most, enough = f"{call.computed:.1f} s of processor time", limit, 3 * call.computed
+    else:  # `clock_limit` of `enough` is three times as long
+        spent, most = f"{call.seconds:.1f} s by the clock", clock_limit(limit)
+        enough = max(0.3 * call.seconds, 3 * call.seconds - 60)
+    found = f"{config.function!r} {done} {spent} on {which}, and may take {most:g} s"
+    more = f"slower verdicts are undecided; rewards.timeout={math.ceil(enough)} would allow more"
+    return Problem(PLACE, found, more)
+
+
+def _slow(config: RewardsConfig, calls: Sequence[_Call], completions: int) -> Iterator[str]:
+    """Yield a warning if the verdicts of a step's `completions` take more than 10 seconds, by those of `calls`."""
+    known = [call.seconds for call in calls if call.verdict.outcome is not Outcome.UNDECIDED]
+    if known and (whole := median(known) * completions / config.workers) > _PATIENCE:
+        yield (
+            f"the reward {config.function!r} took {median(known):.1f} s for a completion: the {completions} of a step "
+            f"take {whole:,.0f} s of {several(config.workers, 'worker')} (rewards.workers)"
+        )
 
 
 def _wrong(config: RewardsConfig, wrong: Sequence[_Call], count: int) -> Problem:

@@ -99,6 +99,11 @@ class RewardPool:
         return [pid for slot in self._slots if slot.process is not None for pid in slot.process.pids]
 
     @property
+    def processor_seconds(self) -> float:
+        """CPU seconds of all workers that run, and of their running descendants."""
+        return sum(slot.process.processor_seconds for slot in self._slots if slot.process is not None)
+
+    @property
     def facts(self) -> Mapping[str, str]:
         """Facts about the reward, by name, for the run's record: those of all workers so far (`Facts`)."""
         return self._facts.known
