@@ -323,4 +323,4 @@ def test_what_is_kept_of_a_run_does_not_grow_with_its_steps_and_is_that_of_all_o
     assert fell is not None
     assert kept is not None
     assert kept[0] == fell[0]
-    assert 0 <= kept[1].step - fell[1].step <= 8
+    assert 0 <= kept[1].step - fell[1].step <= 16  # the best of a block is kept, and of two blocks it may be well

@@ -124,6 +124,31 @@ def test_without_held_out_questions_the_completions_of_the_training_say_it() -> 
     assert names(dataclasses.replace(found, evaluations=later)) == set()
 
 
+@pytest.mark.parametrize(("prompts", "best"), [(16, 0.75), (32, 0.5), (64, 0.3)])
+def test_a_fall_that_lasts_stays_an_alarm_until_the_end(prompts: int, best: float) -> None:
+    told = [
+        [
+            (alarm.name, alarm.first_step, alarm.message.split(",")[0])
+            for alarm in findings_of(Evidence(np.arange(1, 10 * zeros + 1), {}, evaluations)).alarms
+        ]
+        for zeros in range(1, 60)
+        for evaluations in [[evaluation(10 * i, 0.0 if i else best, prompts) for i in range(zeros + 1)]]
+    ]
+    fired = next(place for place, alarms in enumerate(told) if alarms)
+    fell = f"the held-out accuracy fell from {best:.1%} (step 0) to 0.0%"
+    assert fired < 3
+    assert all(alarms == [("accuracy_falling", 10, fell)] for alarms in told[fired:])
+
+
+def test_an_evaluation_of_zero_does_not_silence_completions_that_are_no_longer_right() -> None:
+    accuracy = np.where(np.arange(60) < 30, 0.8, 0.0)
+    few = [evaluation(step, share, 8) for step, share in ((0, 0.0), (20, 0.125), (60, 0.0))]
+    for evaluations in ([], few[-1:], few):
+        (alarm,) = findings_of(Evidence(np.arange(1, 61), {"accuracy": accuracy}, evaluations)).alarms
+        assert (alarm.name, alarm.first_step) == ("accuracy_falling", 36)
+        assert alarm.message == "80.0% of the completions were right, and 0.0% are"
+
+
 def test_an_accuracy_that_falls_while_the_reward_rises_is_the_other_alarm() -> None:
     reward = np.linspace(0.0, 1.0, 60)
     falling = [evaluation(10, 0.9, 500), evaluation(60, 0.1, 500)]

@@ -23,6 +23,7 @@ WINDOW = 10  #: measured steps in a window
 RECENT = 2048  #: newest steps that `Evidence.thinned` leaves as they are, at least
 _FIRST = 256  # steps at the beginning of the evidence that it leaves, whatever their numbers (a branch begins later)
 _CHANCE = 0.001  # probability that some pair of a run's evaluations differs by chance
+_LOWER = 2.0  # standard errors by which each evaluation since a fall is below the best
 
 Numbers = npt.NDArray[np.float64]
 Steps = npt.NDArray[np.int64]
@@ -107,23 +108,26 @@ def collapsed(steps: Steps, values: Numbers | None) -> _Onset | None:
 def fallen(
     evaluations: Sequence[EvaluationLine], left_out: Mapping[Questions, int] = {}
 ) -> tuple[EvaluationLine, EvaluationLine] | None:
-    """Return the evaluation with the best accuracy, and the first evaluation since which all are worse than the best by
-    more than chance. None if the newest is not worse, or fewer than two count. `evaluations`: in the order of the run;
-    only those of the same questions as the newest count. `left_out`: as in `Evidence`.
+    """Return the evaluation with the best accuracy, and the first evaluation since which all are lower, and together
+    worse by more than chance. None if the newest is not lower, or fewer than two count. `evaluations`: in the order of
+    the run; only those of the same questions as the newest count. `left_out`: as in `Evidence`.
 
-    The threshold allows for many comparisons: the best of several is chosen, and the newest is tested each time.
+    The threshold allows for many comparisons: the best of several is chosen, and the newest are tested each time. So
+    that it does not outgrow a fall that lasts, all evaluations since the fall count together.
     """
     evaluations = alike(evaluations)
     if len(evaluations) < 2:
         return None
     best = max(evaluations, key=lambda line: line.accuracy)
     bound = needed(len(evaluations) + sum(left_out[of] for of in left_out if evaluations[-1].is_like(*of)))
-    behind = evaluations[evaluations.index(best) + 1 :]
-    below = [_deviations(best, line) > bound for line in behind]
-    if not below or not below[-1]:
-        return None
-    first = next(place for place in range(len(below)) if all(below[place:]))
-    return best, behind[first]
+    first, right, asked, high = None, 0.0, 0.0, _estimate(best)
+    for line in reversed(evaluations[evaluations.index(best) + 1 :]):
+        share, count = low = _estimate(line)
+        if _deviations(high, low) <= _LOWER:
+            break
+        right, asked = right + share * count, asked + count
+        first = line if _deviations(high, (right / asked, asked)) > bound else first
+    return None if first is None else (best, first)
 
 
 def rises(steps: Steps, values: Numbers | None, until: int, later: int) -> tuple[float, float] | None:
@@ -155,11 +159,11 @@ def needed(looks: float) -> float:
     return NormalDist().inv_cdf(1 - _CHANCE / max(2.0, looks * (looks + 1)))
 
 
-def _deviations(best: EvaluationLine, line: EvaluationLine) -> float:
-    """Return the number of standard errors by which the accuracy of `line` is below the best; negative if it is above.
-    The error is that of the pooled accuracy, because the separate errors of very low and very high shares are far too
-    small."""
-    (high, many), (low, few) = _estimate(best), _estimate(line)
+def _deviations(best: tuple[float, float], other: tuple[float, float]) -> float:
+    """Return the number of standard errors by which an accuracy (`_estimate`) is below the best; negative if it is
+    above. The error is that of the pooled accuracy, because the separate errors of very low and very high shares are
+    far too small."""
+    (high, many), (low, few) = best, other
     both = (high * many + low * few) / (many + few)
     return (high - low) / math.sqrt(both * (1 - both) * (1 / many + 1 / few))
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from stretto.store.series.metrics import alike
 from stretto_report.audit.evidence import (
     WINDOW,
     Alarm,
@@ -91,7 +92,7 @@ def reward_without_accuracy(found: Evidence) -> Iterator[Alarm]:
 def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
     """Yield an alarm if the held-out accuracy has lost at least a fifth of its best value, by more than chance, while
     the reward has not risen; else one if training completions are right less than half as often as in their best ten
-    steps, and that began after the newest evaluation, if any."""
+    steps, unless an evaluation since then is at least half as good as the best before."""
     name, title, (steps, series) = "accuracy_falling", "accuracy falling", (found.steps, found.series)
     last = found.evaluations[-1] if found.evaluations else None
     if last is not None and (worse := fallen(found.evaluations, found.left_out)) is not None:
@@ -105,9 +106,16 @@ def accuracy_falling(found: Evidence) -> Iterator[Alarm]:
             yield Alarm(name, title, since.step, message, "series:accuracy")
             return
     ill = collapsed(steps, series.get("accuracy"))
-    if ill is not None and (last is None or ill.first > last.step):
+    if ill is not None and not _denied(found, ill.first):
         message = f"{ill.was:.1%} of the completions were right, and {ill.now:.1%} are"
         yield Alarm(name, title, ill.first, message, "series:accuracy")
+
+
+def _denied(found: Evidence, since: int) -> bool:
+    """Whether the held-out questions deny that the accuracy fell at the step `since`: those of training are harder."""
+    lines = alike(found.evaluations) if found.evaluations else []
+    best = max((line.accuracy for line in lines if line.step < since), default=0.0)
+    return bool(best) and lines[-1].step >= since and lines[-1].accuracy >= 0.5 * best
 
 
 def dead_gradient(found: Evidence) -> Iterator[Alarm]:
