@@ -91,6 +91,20 @@ def test_lines_have_an_alarm_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert lines[at - 1].startswith("step 20/100 ")
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_each_alarm_that_is_shown_goes_to_the_log_once_also_one_of_the_last_moment(
+    tmp_path: Path, terminal: bool
+) -> None:
+    noted, console = list[str](), Console(file=io.StringIO(), force_terminal=terminal, width=100)
+    alarms = AlarmWatch(tmp_path, RECIPE)
+    with open_display(100, console, alarms, note=noted.append) as display:
+        display.refresh()  # the next look is in five seconds
+        for number in range(1, 31):
+            display.step(step(number))
+        assert noted == []
+    assert noted == [*alarms.sentences().values()] != []
+
+
 def test_an_alarm_watch_finds_what_the_alarms_of_the_whole_run_find(tmp_path: Path) -> None:
     steps = [
         step(

@@ -146,10 +146,12 @@ def open_display(
     title: str = "stretto",
     proofs: Proofs = tuple,
     verbose: bool = False,
+    note: Callable[[str], None] = lambda line: None,
 ) -> Display:
     """Make the display of a run of `steps` training steps (0: not known), to be used as a context manager. On a
     terminal it is a panel with `title` and the canary `proofs` of the engines. Elsewhere it prints lines, with all
-    measurements if `verbose`. `console`: None: standard output. `alarms`: None: no alarms are shown.
+    measurements if `verbose`. `console`: None: standard output. `alarms`: None: no alarms are shown. `note` gets the
+    line of each alarm that begins to fire.
 
     Example::
 
@@ -159,8 +161,11 @@ def open_display(
     """
     console = console or open_console()
     if console.is_terminal and not console.is_dumb_terminal:
-        return _PanelDisplay(steps, console, alarms, title, proofs)
-    return LineDisplay(steps, console, alarms=alarms, verbose=verbose)
+        display: Display = _PanelDisplay(steps, console, alarms, title, proofs)
+    else:
+        display = LineDisplay(steps, console, alarms=alarms, verbose=verbose)
+    display.note = note
+    return display
 
 
 class Display(ABC):
@@ -175,6 +180,7 @@ class Display(ABC):
         self._is_new, self._drawn = False, float("-inf")  # whether there is something to draw; when something was drawn
         self._alarms, self._alarmed = alarms, float("-inf")
         self._sentences: Mapping[str, str] = {}
+        self.note: Callable[[str], None] = lambda line: None  #: gets the line of each alarm that begins to fire
 
     def say(self, text: str) -> None:
         """Print a line that stays on the screen, then `refresh`."""
@@ -193,9 +199,8 @@ class Display(ABC):
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._is_new:
-            self._alarmed = float("-inf")
-            self._finish()
+        self._alarmed = float("-inf")
+        self._finish()
 
     def learning(self, progress: SupervisedProgress) -> None:
         """Take the progress of supervised training, and draw it if the last drawing is long enough ago, or at once if
@@ -246,6 +251,8 @@ class Display(ABC):
         if self._alarms is not None and time.monotonic() - self._alarmed >= _ALARM_SECONDS:
             self._sentences, self._alarmed = self._alarms.sentences(), time.monotonic()
         fresh = {title: line for title, line in self._sentences.items() if title not in before}
+        for line in fresh.values():
+            self.note(line)
         if snapshot is None:
             for line in fresh.values():
                 self._print(line)
