@@ -37,6 +37,7 @@ from stretto_report.watch.runs.catalog import Catalog
 from stretto_report.watch.runs.questions import PromptTexts, Searched
 from stretto_report.watch.runs.run import RunSummary, WatchedRun
 from stretto_report.watch.web import app as app_module
+from stretto_report.watch.web import pages
 from stretto_report.watch.web.events import Follower
 from stretto_report.watch.web.guard import Guard
 from stretto_report.watch.web.pages import list_page
@@ -154,6 +155,36 @@ def test_a_row_reads_the_recipe_once_and_opens_the_ledger_once(tmp_path: Path, m
     assert run.recipe() is run.recipe()
     (run.folder / "recipe.toml").write_text("[trainer]\nsteps = 40\n")
     assert run.summary().steps == 40
+
+
+def test_the_list_counts_alarms_of_runs_that_are_not_open_once_while_they_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ill = [step_line(step, accuracy=0.8 if step < 15 else 0.0) for step in range(1, 31)]
+    for name, steps in (("ill", ill), ("large", ill), ("short", ill[:2])):
+        write_lines(write_run(tmp_path / "runs" / name) / "metrics.jsonl", steps)
+    with (tmp_path / "runs" / "large" / "metrics.jsonl").open("ab") as file:
+        file.truncate(run_module._LARGEST_READ + 1)
+    catalog, read = Catalog([tmp_path / "runs"], tmp_path / "cache"), list[Path]()
+
+    class Counted(Steps):
+        def __init__(self, path: Path, cache: Cache) -> None:
+            read.append(path.parent)
+            super().__init__(path, cache)
+
+    def listed() -> dict[str, int | None]:
+        return {row.name: row.alarms for row in list_page(catalog)["runs"]}
+
+    monkeypatch.setattr(run_module, "Steps", Counted)
+    monkeypatch.setattr(run_module, "_COUNT_SHARE", 0)
+    monkeypatch.setattr(pages, "_ALARMS_SECONDS", 0.0)
+    assert listed() == {"ill": None, "large": None, "short": None}
+    monkeypatch.setattr(pages, "_ALARMS_SECONDS", 20.0)
+    assert listed() == listed() == {"ill": 1, "large": None, "short": 0}
+    assert sorted(folder.name for folder in read) == ["ill", "short"]
+    write_lines(tmp_path / "runs" / "ill" / "metrics.jsonl", ill[:14])
+    assert listed()["ill"] == 0
+    assert not any(run.is_open for run in catalog.all())
 
 
 def test_an_alarm_of_a_running_run_ends_with_it(tmp_path: Path) -> None:

@@ -49,10 +49,15 @@ def refuse_strange_files(folder: Path) -> None:
 
 
 def ledger_stamp(folder: Path) -> list[tuple[int, int, int]]:
-    """Return a value that changes when the ledger or its write-ahead log is written: inode, size and nanosecond of the
-    last change of each. A missing file is left out."""
-    ledger, found = folder / LEDGER, []
-    for path in (ledger, log_of(ledger)):
+    """Return the `stamp_of` the ledger and its write-ahead log."""
+    return stamp_of(folder / LEDGER, log_of(folder / LEDGER))
+
+
+def stamp_of(*paths: Path) -> list[tuple[int, int, int]]:
+    """Return a value that changes when one of the files is written: inode, size and nanosecond of the last change of
+    each. A missing file is left out."""
+    found = []
+    for path in paths:
         with suppress(OSError):
             known = path.lstat()
             found.append((known.st_ino, known.st_size, known.st_mtime_ns))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,14 @@ from stretto_report.audit.evidence import Evidence
 from stretto_report.reading.inspection import inspection_of, of_branch
 from stretto_report.reading.series import flat
 from stretto_report.watch.index.columns import Cache
-from stretto_report.watch.index.files import LEDGER, NewestLines, ledger_stamp, read_ledger, refuse_strange_files
+from stretto_report.watch.index.files import (
+    LEDGER,
+    NewestLines,
+    ledger_stamp,
+    read_ledger,
+    refuse_strange_files,
+    stamp_of,
+)
 from stretto_report.watch.index.steps import Steps
 from stretto_report.watch.index.timeline import Spans
 from stretto_report.watch.index.trajectories import Trajectories, count_states
@@ -36,7 +44,8 @@ from stretto_report.watch.runs.trajectory import Reader
 
 _RATE_STEPS = 50
 _PAUSE_SECONDS = 2.0  # pause before a ledger that could not be read is tried again
-_COUNT_SHARE = 50  # pause between two counts in a ledger, as a multiple of a count's time
+_COUNT_SHARE = 50  # pause between two counts in a ledger, or of alarms, as a multiple of a count's time
+_LARGEST_READ = 4 << 20  # bytes of metrics whose alarms are counted without opening the run
 _NEWEST = "SELECT step, published_version FROM steps WHERE published_version IS NOT NULL ORDER BY step DESC LIMIT 1"
 
 Fact = TypeVar("Fact")
@@ -46,8 +55,8 @@ class RunSummary(Record, frozen=True):
     """Row of a run in the list of runs. `state`: as `stretto inspect` says it, or "unreadable", and the `reason`.
     `fault`: what cannot be read; None: nothing. `started`: Unix seconds. `step`: newest step, of `steps` in all.
     `accuracy`: of the newest evaluation. `reward`: of the newest step. `trajectories`: numbers by state. `engines`:
-    number of engines in the run now. `trained_tokens`, `alarms`: of an open run only. In other fields, None means
-    unknown."""
+    number of engines in the run now. `alarms`: their number; None: not counted yet, or of a run with large metrics that
+    is not open. `trained_tokens`: of an open run only. In other fields, None means unknown."""
 
     id: str
     name: str
@@ -117,6 +126,7 @@ class WatchedRun:
         self._inspected: tuple[float, Inspection | None] = (float("-inf"), None)
         self._ending: tuple[object, Ending | None] = (None, None)
         self._counted: tuple[float, dict[str, int] | None] = (float("-inf"), None)
+        self._alarms: tuple[float, object, int | None] = (float("-inf"), None, None)  # when due, of what, their number
 
     @property
     def started(self) -> float | None:
@@ -321,7 +331,7 @@ class WatchedRun:
             trajectories=counts,
             task=kind if isinstance(kind := flat(recipe).get("task.kind"), str) else None,
             engines=sum(engine.left_step is None for engine in engines),
-            alarms=len(self.findings().alarms) if self.is_open else None,
+            alarms=len(self.findings().alarms) if self.is_open else self._alarms[2],
         )
 
     def unreadable(self, reason: str) -> RunSummary:
@@ -337,18 +347,38 @@ class WatchedRun:
         The report is made again when there are new steps, evaluations or trajectories, or the condition of the run
         changes."""
         steps, how = self.tables.steps, self.condition()
-        runs = how.state == "running"
         key = (steps.epoch, steps.table.rows, len(steps.evaluations), self.tables.trajectories.changes, how)
         if key != self._found[0]:
-            read = Evidence(steps.table["step"], steps.series, undecided_reason=steps.undecided_reason)
-            disk = disk_of(self.folder) if runs else None
-            evidence = evidence_of(read, steps.evaluations, self.recipe(), disk)
-            filtered = self._of_ledger(partial(self._filtered, evidence.many)) or (0, "")
-            evidence = dataclasses.replace(evidence, filtered=filtered)
-            death = how.reason if how.state == "dead" else ""
-            newest = int(steps.table["step"][-1]) if steps.table.rows else 0  # lines of earlier ones may be lost
-            self._found = (key, findings_of(evidence).with_death(death, newest))
+            self._found = (key, self._report(steps, how))
         return self._found[1]
+
+    def _report(self, steps: Steps, how: Condition) -> AlarmReport:
+        read = Evidence(steps.table["step"], steps.series, undecided_reason=steps.undecided_reason)
+        disk = disk_of(self.folder) if how.state == "running" else None
+        evidence = evidence_of(read, steps.evaluations, self.recipe(), disk)
+        filtered = self._of_ledger(partial(self._filtered, evidence.many)) or (0, "")
+        death = how.reason if how.state == "dead" else ""
+        newest = int(steps.table["step"][-1]) if steps.table.rows else 0  # lines of earlier ones may be lost
+        return findings_of(dataclasses.replace(evidence, filtered=filtered)).with_death(death, newest)
+
+    def count_alarms(self, how: Condition) -> int | None:
+        """Return the number of alarms of a run that is not open, and `how` it is. It is counted again if the run has
+        changed and the last count is long enough ago; None if its metrics are large or cannot be read."""
+        (due, known, found), since = self._alarms, time.monotonic()
+        metrics = RunFolder(self.folder).metrics
+        stamp = (read := stamp_of(metrics), ledger_stamp(self.folder), how)
+        if stamp == known or since < due:
+            return found
+        found = None
+        if sum(size for _, size, _ in read) <= _LARGEST_READ:
+            with suppress(StoreError, OverflowError):  # said once the run is opened
+                steps = Steps(metrics, self._cache)
+                while steps.advance():
+                    pass
+                found = len(self._report(steps, how).alarms)
+        now = time.monotonic()
+        self._alarms = (now + _COUNT_SHARE * (now - since), stamp, found)
+        return found
 
     def _newest_lines(self) -> tuple[list[StepMetrics], list[EvaluationLine]]:
         """Return the newest steps and evaluations of the metrics. If the file cannot be read, the error is kept in

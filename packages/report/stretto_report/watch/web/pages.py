@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
 
 from stretto import __version__
 from stretto.core.errors import RefusedRequest, nearest
+from stretto.store.ending import Condition
 from stretto.store.series.metrics import EvaluationLine, SetEvaluationLine
 from stretto.store.totals import Totals
 from stretto_report.watch.index.files import read_ledger
@@ -28,6 +31,7 @@ from stretto_report.watch.runs.trajectory import MOST_TOKENS
 
 MOST_COMPARED = 12
 
+_ALARMS_SECONDS = 0.3  # for the alarms of runs that are not open, in a request
 _MOST_POINTS, _POINTS = 5_000, 1_000
 _MOST_ROWS, _ROWS = 500, 50
 _TOKENS = 4_000
@@ -42,14 +46,24 @@ Default = TypeVar("Default", int, None)
 
 def list_page(catalog: Catalog) -> Any:
     """Return the rows of the catalog's runs, newest first, the number of those that it leaves out, and which are
-    branches of others, for GET /api/runs. The row of a run that cannot be summarised has the reason."""
-    rows = [_row(run) for run in catalog.all()]
+    branches of others, for GET /api/runs. The row of a run that cannot be summarised has the reason. Alarms that there
+    is no time to count are counted by a later request."""
+    runs = catalog.all()
+    rows = [_row(run, run.summary) for run in runs]
+    until = time.monotonic() + _ALARMS_SECONDS
+    for place, (run, row) in enumerate(zip(runs, rows, strict=True)):
+        if time.monotonic() < until and not run.is_open and row.state != "unreadable":
+            rows[place] = _row(run, partial(_with_alarms, run, row))
     return {"runs": rows, "branches": catalog.branches(), "left_out": catalog.left_out, "version": __version__}
 
 
-def _row(run: WatchedRun) -> RunSummary:
+def _with_alarms(run: WatchedRun, row: RunSummary) -> RunSummary:
+    return msgspec.structs.replace(row, alarms=run.count_alarms(Condition(row.state, row.reason)))
+
+
+def _row(run: WatchedRun, make: Callable[[], RunSummary]) -> RunSummary:
     try:
-        return run.summary()
+        return make()
     except Exception as error:  # a fault of one run, named in its row, must not hide the others
         traceback.print_exc(file=sys.stderr)
         return run.unreadable(run.told(error) or type(error).__name__)
