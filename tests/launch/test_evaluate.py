@@ -48,6 +48,30 @@ def test_every_number_of_an_evaluation_follows_from_the_rows_of_its_file(model: 
     assert "maj@4" in table
 
 
+def test_the_same_ids_have_the_same_completions_and_the_help_says_where_ids_differ(
+    model: Path, laboratory: Laboratory
+) -> None:
+    folder = model.parent
+    (rows := folder / "rows.jsonl").write_text("".join(f'{{"prompt": "{n}+1=", "answer": 7}}\n' for n in range(5)))
+    kinds = {
+        "dataset": f'sources = [{{ data = "{rows}", held_out = 0 }}]\nheld_out_sources = [{{ data = "{rows}" }}]',
+        "jsonl": f'file = "{rows}"\nheld_out_file = "{rows}"',
+    }
+    for kind, text in kinds.items():
+        (folder / f"{kind}.toml").write_text(f'trainer = {{}}\n[task]\nkind = "{kind}"\n{text}\n')
+
+    def completions(*asked: str | Path) -> list[list[str]]:
+        small = ("sampling.max_tokens=3", "rewards.function=last_number")
+        laboratory.run("eval", model, *asked, "--n", "4", "--rows", folder / "out", *small).well()
+        return [json.loads(line)["completions"] for line in (folder / "out").read_text().splitlines()]
+
+    sources, numbered = completions("--data", rows), completions("--task", rows)
+    assert completions("--task", folder / "dataset.toml") == sources != numbered
+    assert completions("--task", folder / "jsonl.toml") == numbered
+    told = " ".join(laboratory.run("eval", "--help").out.split())
+    assert "NAME:ROW as in a recipe's sources, ROW with --task FILE.jsonl" in told
+
+
 RECIPE = """
 task = {{ kind = "arithmetic", operands_max = 3, held_out = 8, prompts = 64, demonstrations = 0 }}
 sampling = {{ max_tokens = 3 }}

@@ -196,7 +196,9 @@ def evaluate(
         Optional[list[str]],  # noqa: UP045 - as above
         typer.Option(
             metavar="FILE|FOLDER|HUB_NAME|reasoning-gym:TASK",
-            help="All rows of a dataset (repeatable); source.KEY=VALUE sets a key of its source, as in a recipe.",
+            help="All rows of a dataset (repeatable); source.KEY=VALUE sets a key of its source, as in a recipe. The "
+            "seeds follow from a question's id: NAME:ROW as in a recipe's sources, ROW with --task FILE.jsonl, so the "
+            "two sample other completions of the same questions.",
         ),
     ] = None,
     mapping: Annotated[
