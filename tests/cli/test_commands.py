@@ -95,7 +95,7 @@ def test_eval_asks_all_rows_of_a_file_and_says_it_in_words(door: Door, llama: Pa
     ("function", "reason"),
     [
         ("hanging", "less than 0.1 s of processor time"),
-        pytest.param("not_a_number", "the reward returned nan", marks=pytest.mark.long),
+        pytest.param("not_a_number", "not_a_number returned nan", marks=pytest.mark.long),
     ],
 )
 def test_a_reward_that_decides_nothing_ends_with_why(door: Door, tmp_path: Path, function: str, reason: str) -> None:

@@ -2,7 +2,7 @@
 
 - A part that raises, returns something of another shape or type, is no number, or does not return, is refused by the
   trial with its place and its line; so is a name that leads nowhere; all of one recipe at once, with exit code 2.
-- What a part raises in a run ends it with the same sentence.
+- What a part raises or wrongly returns in a run ends it with the same sentence.
 - An admission policy that breaks equation 3 is told of by the trial, and `stretto check` says so, by its law.
 """
 
@@ -406,6 +406,10 @@ def loss(policy_logprobs, tokens):
         raise KeyError("no such token")
     return ppo(policy_logprobs, tokens)
 
+def sums(policy_logprobs, tokens):
+    terms = ppo(policy_logprobs, tokens)
+    return terms if len(policy_logprobs) <= 6 else terms.objective.sum()
+
 def hard(group):
     return {} if len(group.trajectories) < 4 or group.prompt.id == "17" else 1 / 0
 """
@@ -415,7 +419,8 @@ def hard(group):
     ("override", "words"),
     [
         ("algorithm.loss=later:loss", "'later:loss' raised KeyError: 'no such token'; in {}/later.py:6"),
-        ("rollout.filter=later:hard", "'later:hard' raised ZeroDivisionError: division by zero; in {}/later.py:10"),
+        ("rollout.filter=later:hard", "'later:hard' raised ZeroDivisionError: division by zero; in {}/later.py:14"),
+        ("algorithm.loss=later:sums", "'later:sums' returned Tensor, and not Terms(objective, ratio, bounded): tensor("),
     ],
 )
 def test_what_a_part_raises_in_a_run_ends_it_with_its_place(

@@ -88,7 +88,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     ("name", "settings", "words"),
     [
         ("raising", {}, ["in any of ", "rows.jsonl:", "ValueError in ", "tried_rewards.py:19: could not conv"]),
-        ("forgetful", {}, ["the reward returned NoneType", "tried_rewards.py:21"]),
+        ("forgetful", {}, ["the reward tried_rewards:forgetful returned NoneType, not a number or", "rewards.py:21"]),
         ("dying", {}, ["worker died: exit status 3"]),
         ("judge", {"timeout": 0.03}, ["' took ", " s by the clock", "may take 0.3 s", "rewards.timeout="]),
         ("busy", {"timeout": 0.1}, ["' took ", " s of processor time", "may take 0.1 s", "rewards.timeout="]),

@@ -138,7 +138,8 @@ class _MemberThread:
             return MemberEnded(self._run)
         try:
             self._work = asyncio.ensure_future(self._workflow.run(self._task, Conversation(self._orders, self._task)))
-            return ended_with(self._run, await self._work)
+            kind = type(self._workflow)
+            return ended_with(self._run, await self._work, f"{kind.__module__}:{kind.__qualname__}")
         except BaseException as error:
             own = asyncio.current_task()
             if isinstance(error, ConductorGone) or (own is not None and own.cancelling()):
@@ -146,10 +147,10 @@ class _MemberThread:
             return MemberEnded(self._run, failure=f"the workflow raised {_described(error)}"[:_REASON_LIMIT])
 
 
-def ended_with(run: int, value: object) -> MemberEnded:
-    """Make the final message for a workflow that returned `value`, a number or a `Reward`; a failure if it holds
-    anything but numbers within the bounds of rewards. Those of a list `by_turn` get the keys -1, -2, …, for the first
-    turn, the second, …. `run`: number of the trajectory.
+def ended_with(run: int, value: object, name: str) -> MemberEnded:
+    """Make the final message for the workflow `name` that returned `value`, a number or a `Reward`; a failure if it
+    holds anything but numbers within the bounds of rewards. Those of a list `by_turn` get the keys -1, -2, …, for the
+    first turn, the second, …. `run`: number of the trajectory.
 
     Raises:
         TypeError: a key of `by_turn` is not a whole number.
@@ -164,7 +165,7 @@ def ended_with(run: int, value: object) -> MemberEnded:
     for number in numbers:
         plain = number.item() if getattr(number, "shape", None) == () else number  # a scalar of numpy or torch
         if reason := why_no_reward(plain):
-            return MemberEnded(run, failure=f"the workflow returned {reason}; {_NEEDED}")
+            return MemberEnded(run, failure=f"the workflow {name} returned {reason}; {_NEEDED}")
     by_turn = {operator.index(node): float(reward) for node, reward in turns.items()}
     if isinstance(found.by_turn, Mapping) and (foreign := min(by_turn, default=0)) < 0:
         return MemberEnded(run, failure=f"the workflow gives a reward to turn {foreign}, which was not returned to it")

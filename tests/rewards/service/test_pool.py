@@ -153,7 +153,8 @@ def test_what_a_reward_raises_or_returns_wrongly_is_undecided(config: Make, tmp_
     assert log.read_text() == "noise on stdout\n" * 3
     raised, returned, none = [verdict.reason for verdict in verdicts]
     assert re.fullmatch(r"the reward raised SystemExit in \S+pool_rewards\.py:\d+: 1", raised)
-    assert re.fullmatch(r"the reward returned NoneType, not a number or a bool \(\S+pool_rewards\.py:\d+\)", returned)
+    place = r"\(\S+pool_rewards\.py:\d+\)"
+    assert re.fullmatch(rf"the reward \S+:\w+ returned NoneType, not a number or a bool: None {place}", returned)
     assert not none
 
 

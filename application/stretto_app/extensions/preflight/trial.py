@@ -38,8 +38,7 @@ from stretto.rollout.config import FILTERS, PACINGS, RolloutConfig
 from stretto.rollout.filters import Filter
 from stretto.rollout.pacing import pacing_of
 from stretto.rollout.questions import Question
-from stretto.trainer.objective.corrections import CORRECTIONS, Correction, Weights
-from stretto.trainer.objective.decoupled_ppo import Terms
+from stretto.trainer.objective.corrections import CORRECTIONS, Correction
 from stretto.trainer.objective.estimators import ESTIMATORS, EstimatorSection, RewardedCompletion, estimate_faults
 from stretto.trainer.objective.surrogates import LOSSES, LossSection
 from stretto.trainer.objective.tokens import LossTokens, Sequences
@@ -112,9 +111,6 @@ def loss_faults(loss: LossSection) -> Iterator[str]:
                 return
             tokens = replace(tokens, kept=kept)
         terms = loss.surrogate(policy, tokens)
-        if not isinstance(terms, Terms):
-            yield f"returned {type(terms).__name__}, and not Terms(objective, ratio, bounded)"
-            return
         faults = [
             *_column("objective", terms.objective, len(policy), torch.float32),
             *_column("ratio", terms.ratio, len(policy), torch.float32),
@@ -135,9 +131,6 @@ def correction_faults(correction: Correction) -> Iterator[str]:
     for lengths in _LENGTHS:
         policy, tokens = _made_up_tokens(lengths)
         weights = correction(tokens)
-        if not isinstance(weights, Weights):
-            yield f"returned {type(weights).__name__}, and not Weights(weight, corrected)"
-            return
         faults = [
             *_column("weight", weights.weight, len(policy), torch.float32),
             *_column("corrected", weights.corrected, len(policy), torch.bool),

@@ -19,6 +19,7 @@ from stretto.core.records import Batch, Group, Prompt, State, Trajectory
 
 #: Bound on the size of a reward, so that sums and squares over a batch stay finite.
 LARGEST_REWARD = 1e6
+_SHOWN = 60  # characters of a value in a message
 
 ALLOWED: Mapping[State, frozenset[State]] = {
     State.IN_FLIGHT: frozenset({State.BUFFERED, State.FILTERED, State.EXPIRED, State.FAILED}),
@@ -35,16 +36,26 @@ def why_no_reward(value: object) -> str:
     it is valid.
 
     >>> why_no_reward(1.5), why_no_reward(float("nan")), why_no_reward("1"), why_no_reward(1e300)
-    ('', 'nan', 'str, not a number', '1e+300; it must lie between ±1e+06')
+    ('', 'nan', "str, not a number: '1'", '1e+300; it must lie between ±1e+06')
     """
     if not isinstance(value, int | float):
-        return f"{type(value).__name__}, not a number"
+        return misfit(value, "not a number")
     if isinstance(value, float) and not math.isfinite(value):
         return f"{value}"
     if abs(value) > LARGEST_REWARD:
         shown = f"{value:g}" if isinstance(value, float) or value.bit_length() < 1024 else "an integer beyond any float"
         return f"{shown}; it must lie between ±{LARGEST_REWARD:g}"
     return ""
+
+
+def misfit(value: object, needed: str) -> str:
+    """Text that says what a user's code has returned: the type of `value`, what is `needed` ("not a number"), and the
+    value, shortened."""
+    try:
+        shown = " ".join(repr(value[:_SHOWN] if isinstance(value, str | bytes) else value).split())[:_SHOWN]
+    except BaseException:  # its repr is user code, as which not even SystemExit may end a worker
+        shown = "(it cannot be shown)"
+    return f"{type(value).__name__}, {needed}: {shown}"
 
 
 def bounded_reward(value: float) -> float:

@@ -36,6 +36,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, ErrorDetails, InitErrorDetails, PydanticCustomError, SchemaValidator, core_schema
 
 from stretto.core.errors import Problem, RecipeError, StrettoError
+from stretto.core.states import misfit
 from stretto.doors.loading import is_own, load, where_raised, why_not_called
 
 Part = Callable[..., Any]
@@ -70,11 +71,13 @@ def fact(part: Part, name: str, default: Any) -> Any:
 
 class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constants"):
     """Base class of recipe sections that name a part: `kind` is the part's name, its settings are further fields. For
-    each part, the door makes a subclass from the part's signature, and sets `part` and `place` (the recipe key)."""
+    each part, the door makes a subclass from the part's signature, and sets `part`, `place` (the recipe key) and
+    `returns` (`Door.returns`)."""
 
     kind: str
     part: ClassVar[Part]
     place: ClassVar[str]
+    returns: ClassVar[type[tuple[Any, ...]] | None] = None
 
     @classmethod
     def fields_of(cls, part: Part) -> dict[str, Any]:
@@ -95,9 +98,10 @@ class Section(BaseModel, extra="forbid", frozen=True, ser_json_inf_nan="constant
 
     def bound(self, part: Part) -> Part:
         """Return `part` with the settings in this section bound as keyword arguments. A user-defined part is also
-        `guarded`: its exceptions become a RecipeError."""
+        `guarded`: its exceptions, and a result of another type, become a RecipeError."""
         numbers = {name: getattr(self, name) for name in _by_name(part)}
-        return partial(guarded(self.place, self.kind, part) if is_own(self.kind) else part, **numbers)
+        returns = self.returns if part is self.part else None
+        return partial(guarded(self.place, self.kind, part, returns) if is_own(self.kind) else part, **numbers)
 
 
 Kind = TypeVar("Kind", bound=Section)
@@ -137,19 +141,24 @@ def _names_around(part: Part) -> dict[str, Any]:
     return found
 
 
-def guarded(place: str, name: str, part: Part) -> Part:
+def guarded(place: str, name: str, part: Part, returns: type[tuple[Any, ...]] | None = None) -> Part:
     """Return a function that calls a user-defined part. An exception of the part becomes a RecipeError at `place` (a
-    recipe key) that names the part and the line; a StrettoError passes unchanged."""
+    recipe key) that names the part and the line; a StrettoError passes unchanged. A result that is no `returns` (a
+    named tuple; None: any is allowed) becomes one too."""
 
     @wraps(part, updated=())
     def call(*arguments: Any, **numbers: Any) -> Any:
         try:
-            return part(*arguments, **numbers)
+            found = part(*arguments, **numbers)
         except StrettoError:
             raise
         # The part is user-defined: anything it raises, SystemExit included, becomes the message.
         except (Exception, SystemExit) as error:
             raise RecipeError([raised(place, name, error)]) from error
+        if returns is not None and not isinstance(found, returns):
+            needed = f"and not {returns.__name__}({', '.join(getattr(returns, '_fields', ()))})"
+            raise RecipeError([Problem(place, f"{name!r} returned {misfit(found, needed)}")])
+        return found
 
     return call
 
@@ -172,7 +181,7 @@ class Door(Generic[Kind]):
     The annotated type says what the key holds. ``Annotated[LossSection, LOSSES]``: a section. ``Annotated[str,
     MAKES]``: a name only; such parts have no numbers. ``Annotated[str | Section, FILTERS]``: a name, or a section if
     the part has numbers. `section`: base class of the parts' sections. `words`: further values that name no part, as
-    "auto". `several`: the key may hold a list of parts.
+    "auto". `several`: the key may hold a list of parts. `returns`: named tuple that a part returns; None: not checked.
     """
 
     key: str
@@ -182,6 +191,7 @@ class Door(Generic[Kind]):
     section: type[Kind]
     words: tuple[str, ...] = ()
     several: bool = False
+    returns: type[tuple[Any, ...]] | None = None
 
     def __call__(self, kind: str, **numbers: object) -> Kind:
         """Make the section of the part called `kind` with these settings, as ``LOSSES("ppo", clip_low=0.1)``. Raises
@@ -283,7 +293,7 @@ def _model(door: Door[Kind], kind: str, part: Part) -> type[Kind]:
         made = _create_model(kind, __base__=door.section, __doc__=about, **fields)
     except PydanticUserError as error:
         raise ValueError(f"{str(error).splitlines()[0]}; {_TYPES}") from error
-    made.part, made.place = staticmethod(part), door.key  # not a method of the section
+    made.part, made.place, made.returns = staticmethod(part), door.key, door.returns  # no method of the section
     model: type[Kind] = made
     return model
 

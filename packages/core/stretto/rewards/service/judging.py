@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 
 from stretto.core.errors import Problem, RecipeError, RewardFunctionError, nearest
 from stretto.core.records import Outcome, Verdict
-from stretto.core.states import why_no_reward
+from stretto.core.states import misfit, why_no_reward
 from stretto.doors.loading import is_generator, load, why_not_called
 from stretto.rewards.built_in import BUILT_IN
 from stretto.rewards.functions import RewardFunction, Undecided
@@ -147,9 +147,9 @@ def _refused(place: str, found: str, remedy: str) -> RewardFunctionError:
 _REASON_LIMIT = 300  # characters; a user's exception may carry a whole document
 
 
-def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
+def judge(function: RewardFunction, item: ScoreItem, worth: Worth, name: str = "") -> Verdict:
     """Call `function` on one completion; returns the verdict. Any exception (SystemExit too) or an invalid result gives
-    an undecided verdict with the reason. `worth`: rewards of right and wrong."""
+    an undecided verdict with the reason. `worth`: rewards of right and wrong. `name`: of the reward, for the reason."""
     try:
         with forks_end():
             value = _plain(function(item.prompt, item.completion, item.answer))
@@ -158,23 +158,23 @@ def judge(function: RewardFunction, item: ScoreItem, worth: Worth) -> Verdict:
     # User code: not even SystemExit or KeyboardInterrupt raised in it may end the worker.
     except BaseException as error:
         return undecided(f"the reward raised {_described(error)}")
-    verdict = verdict_of(value, worth)
+    verdict = verdict_of(value, worth, f"the reward {name}".rstrip())
     if verdict.outcome is not Outcome.UNDECIDED:
         return verdict
     code = getattr(inspect.unwrap(function), "__code__", None)
     return verdict if code is None else undecided(f"{verdict.reason} ({code.co_filename}:{code.co_firstlineno})")
 
 
-def verdict_of(value: object, worth: Worth) -> Verdict:
+def verdict_of(value: object, worth: Worth, what: str = "the reward") -> Verdict:
     """Return the verdict for the value that a reward returned. A bool is worth `worth.right` or `worth.wrong`; a number
     is the reward itself, and right if it is above `worth.threshold`. Any other value, and a number that is not finite
-    or beyond ±1e6, is undecided."""
+    or beyond ±1e6, is undecided; `what` returned it."""
     if isinstance(value, bool):
         return Verdict(Outcome.RIGHT, worth.right) if value else Verdict(Outcome.WRONG, worth.wrong)
     if not isinstance(value, int | float):
-        return undecided(f"the reward returned {type(value).__name__}, not a number or a bool")
+        return undecided(f"{what} returned {misfit(value, 'not a number or a bool')}")
     if why := why_no_reward(value):
-        return undecided(f"the reward returned {why}")
+        return undecided(f"{what} returned {why}")
     reward = float(value)
     return Verdict(outcome=Outcome.RIGHT if reward > worth.threshold else Outcome.WRONG, reward=reward)
 
@@ -257,7 +257,8 @@ class LoadedPart:
         of the row that it has parameters for. If the verdict is undecided and the row lacks a required field, the
         reason names this field."""
         fields = fields_taken(self.function, item.fields)
-        verdict = judge(partial(self.function, **fields) if fields else self.function, item, worth)
+        called = partial(self.function, **fields) if fields else self.function
+        verdict = judge(called, item, worth, self.settings.function)
         if verdict.outcome is Outcome.UNDECIDED and (why := why_lacking(self.function, item.fields)):
             return undecided(why)
         return verdict

@@ -119,4 +119,5 @@ CORRECTIONS = Door(
         "sequence_mask": f"{_HERE}:sequence_mask",
     },
     section=Section,
+    returns=Weights,
 )

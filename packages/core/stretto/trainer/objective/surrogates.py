@@ -234,4 +234,5 @@ LOSSES = Door(
         "policy_gradient": f"{_HERE}:policy_gradient",
     },
     section=LossSection,
+    returns=Terms,
 )
