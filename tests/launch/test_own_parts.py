@@ -420,7 +420,10 @@ def hard(group):
     [
         ("algorithm.loss=later:loss", "'later:loss' raised KeyError: 'no such token'; in {}/later.py:6"),
         ("rollout.filter=later:hard", "'later:hard' raised ZeroDivisionError: division by zero; in {}/later.py:14"),
-        ("algorithm.loss=later:sums", "'later:sums' returned Tensor, and not Terms(objective, ratio, bounded): tensor("),
+        (
+            "algorithm.loss=later:sums",
+            "'later:sums' returned Tensor, and not Terms(objective, ratio, bounded): tens",
+        ),
     ],
 )
 def test_what_a_part_raises_in_a_run_ends_it_with_its_place(

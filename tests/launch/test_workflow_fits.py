@@ -12,8 +12,10 @@ from stretto.launch.recipe.recipe import validate
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rollout.workflow import WorkflowReady
+from stretto_workflows.conversation import Conversation, Workflow
 from stretto_workflows.loading import BUILT_IN, load_workflow, needs_of
 from stretto_workflows.run import check_workflow_fits
+from stretto_workflows.task import WorkflowTask
 from tests.gateway.serving import tokenizer_of
 from tests.tiny_policy import TINY
 
@@ -52,6 +54,24 @@ def test_each_built_in_workflow_fits_models_that_chat_and_none_without_words(nam
 def test_a_workflow_without_words_of_its_own_fits_a_model_of_digits(digits: Tokenizer) -> None:
     retry = needs_of(load_workflow("multi_turn", '{"feedback": "{prompt}"}'))
     assert refused("multi_turn", retry, digits, "rows.jsonl:1") == []
+
+
+class Fixed(Workflow):
+    """Has no settings."""
+
+    def words(self) -> list[str]:
+        return ["Again."]
+
+    async def run(self, task: WorkflowTask, chat: Conversation) -> float:
+        return 0.0
+
+
+def test_only_a_workflow_that_has_settings_is_advised_to_give_others(digits: Tokenizer) -> None:
+    for workflow, told in ((load_workflow("multi_turn"), "in [workflow.settings]"), (Fixed(), "let its class say")):
+        with pytest.raises(WorkflowError) as caught:
+            check_workflow_fits("name", needs_of(workflow), digits, None)
+        remedies = [problem.remedy for problem in caught.value.problems]
+        assert all(told in remedy and remedy.endswith(", or choose another model") for remedy in remedies), remedies
 
 
 def test_tools_need_prompts_that_are_chats() -> None:

@@ -47,14 +47,15 @@ def load_workflow(name: str, settings: str = "{}") -> Workflow:
 
 
 def needs_of(workflow: Workflow) -> WorkflowReady:
-    """Read the requirements of a workflow on the model: `words` and `needs_chat_template`, as `Workflow` has them.
+    """Read the requirements of a workflow on the model: `words` and `needs_chat_template`, as `Workflow` has them, and
+    whether its class takes settings.
 
     Raises:
         WorkflowError: they are not texts, or reading them raises.
     """
     try:
         found = {"needs_chat_template": workflow.needs_chat_template, "words": tuple(workflow.words())}
-        return msgspec.convert(found, WorkflowReady)
+        return msgspec.convert({**found, "settings": bool(inspect.signature(type(workflow)).parameters)}, WorkflowReady)
     # The class is the user's: whatever it raises, SystemExit included, belongs into the message.
     except (Exception, SystemExit) as error:
         raise _refused(

@@ -99,6 +99,7 @@ def check_workflow_fits(name: str, needs: WorkflowReady, tokenizer: Tokenizer, p
             tokenizer.encode(text, special_tokens=False)
         except DataError as error:
             found = f"{name!r} says {text[:80]!r}, which the tokenizer cannot encode: {error.problems[0].found}"
-            problems.append(Problem(PLACE, found, "give other words in [workflow.settings], or another model"))
+            other = "give other words in [workflow.settings]" if needs.settings else "let its class say other words"
+            problems.append(Problem(PLACE, found, f"{other}, or choose another model"))
     if problems:
         raise WorkflowError(problems)

@@ -47,10 +47,12 @@ class WorkflowConfig(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
 
 class WorkflowReady(Record, frozen=True, tag=True):
     """Message of a worker process: the workflow is loaded. `needs_chat_template`: the reason why it does not work with
-    plain-text prompts; "" if it does. `words`: fixed texts that the workflow sends to the model."""
+    plain-text prompts; "" if it does. `words`: fixed texts that the workflow sends to the model. `settings`: whether
+    its class takes any."""
 
     needs_chat_template: str = ""
     words: tuple[str, ...] = ()
+    settings: bool = False
 
 
 @dataclass(frozen=True)
