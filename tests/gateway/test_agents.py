@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from stretto.core.errors import EngineLost, UserError
+from stretto.core.events import RecordedCall
 from stretto.core.forest import Tokens
 from stretto.core.records import Outcome, Prompt, Trajectory, Verdict
 from stretto.launch.recipe.extensions import AgentConfig
@@ -70,12 +71,13 @@ class Run:
     model: ScriptedModel
     seen: Path
     arguments: Mapping[str, object] = field(default_factory=dict)
+    earlier: int = 0
     records: dict[str, MemoryRecord] = field(default_factory=dict)
 
     def open_session(self, id: str, prompt: Tokens, seed: int) -> Session:
         record = self.records.setdefault(id, MemoryRecord())
         known, calls = record.segments, list(record.calls)
-        return Session(id, prompt, seed, self.model.sampler(id, record), record, known, calls)
+        return Session(id, prompt, seed, self.model.sampler(id, record), record, known, calls, self.earlier)
 
     async def score(self, prompt: str, completions: Sequence[str], answer: str) -> Sequence[Verdict]:
         assert (prompt, answer) == ("3+8=", "11")
@@ -134,6 +136,19 @@ async def test_every_prompt_of_an_agent_has_the_template_arguments_of_its_questi
     await Run(model, tmp_path / "seen", {"enable_thinking": False}).one("two_turns")
     told = [model.tokenizer.spell(prompt).endswith("<think>\n\n</think>\n\n") for prompt in model.asked]
     assert told == [True, True]
+
+
+async def test_a_turn_that_an_earlier_version_began_without_template_arguments_goes_on(tmp_path: Path) -> None:
+    model = ScriptedModel(lambda prompt: "four", tokenizer_of("qwen3"))
+    run = Run(model, tmp_path / "seen")
+    await run.one("two_turns")
+    [record] = run.records.values()
+    turns = [at for at, call in enumerate(record.calls) if len(call.asked) == 64]
+    record.calls[turns[1] :] = [RecordedCall(turns[1], record.calls[turns[1]].asked)]
+    del record.pieces[-1]  # it had no tokens yet
+    run.arguments, run.earlier = {"enable_thinking": False}, 4
+    trajectory = await run.one("two_turns")
+    assert (model.asked[2], len(trajectory.segments)) == (model.asked[1], 4)
 
 
 async def test_any_program_finds_its_session_in_its_environment(tmp_path: Path) -> None:

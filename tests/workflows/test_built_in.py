@@ -52,9 +52,11 @@ def played(
     *,
     chat: bool = True,
     known: Sequence[Segment] = (),
+    earlier: int = 0,
     **arguments: object,
 ) -> tuple[Trajectory, list[tuple[int, ...]]]:
-    """One trajectory, and the prompts of its turns. `known`: segments on record. `arguments`: of the template."""
+    """One trajectory, and the prompts of its turns. `known`: segments on record, `earlier` of them
+    of an earlier version. `arguments`: of the template."""
     asked: list[tuple[int, ...]] = []
     record = MemoryRecord()
 
@@ -75,7 +77,7 @@ def played(
         details = QuestionDetails({}, {key: MESSAGES} if chat else {}, {key: arguments})
 
         def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
-            return Session(id, prompt, seed, sample, record, known)
+            return Session(id, prompt, seed, sample, record, known, earlier=earlier)
 
         async with WorkflowPool(config, tmp_path / "log.txt", spawner=session_server()) as pool:
             groups = WorkflowGroups(pool, opened, details, services)
@@ -118,15 +120,33 @@ def test_tools_are_called_as_the_template_has_them(tmp_path: Path) -> None:
     assert [tuple(path.token_ids[:at].tolist()) for at in begins] == asked  # trained behind what it was sampled behind
 
 
+def recorded(text: str, **of: Any) -> Segment:
+    said = spelt(text)
+    return Segment.of(said, (-0.5,) * len(said), (0,) * len(said), stop_reason=StopReason.STOP, **of)
+
+
 def test_turns_that_an_earlier_version_sampled_behind_prompts_without_their_tools_are_not_sampled_again(
     tmp_path: Path,
 ) -> None:
-    said = spelt('<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call>')
-    known = Segment.of(said, (-0.5,) * len(said), (0,) * len(said), stop_reason=StopReason.STOP, parent=PROMPT)
-    config = WorkflowConfig(function="tools", settings={"tools": ["calculator"]})
-    trajectory, [asked] = played(config, lambda text: "7", tmp_path, known=[known])
-    before = TOKENIZER.encode_chat(MESSAGES) + said
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "3+4"}}\n</tool_call>'
+    known, config = recorded(call, parent=PROMPT), WorkflowConfig(function="tools", settings={"tools": ["calculator"]})
+    trajectory, [asked] = played(config, lambda text: "7", tmp_path, known=[known], earlier=1)
+    before = TOKENIZER.encode_chat(MESSAGES) + known.token_ids
     assert (asked[: len(before)], trajectory.verdict.rewards) == (before, {"calls": 1.0})
+    _, anew = played(config, lambda text: "7", tmp_path, known=[known])
+    assert "Evaluates an arithmetic expression." in TOKENIZER.spell(anew[0])  # a turn of this version has no tools
+
+
+def test_turns_that_an_earlier_version_sampled_without_the_template_arguments_are_not_sampled_again(
+    tmp_path: Path,
+) -> None:
+    config = WorkflowConfig(function="multi_turn", settings={"tries": 3, "feedback": "No: {prompt}"})
+    told = "\n<|im_start|>user\nNo: 3+4=<|im_end|>\n<|im_start|>assistant\n"
+    tail = Segment.of(TOKENIZER.encode(told, special_tokens=False))
+    known = [recorded("12", parent=PROMPT), tail, recorded("13")]
+    trajectory, [asked] = played(config, lambda text: "7", tmp_path, known=known, earlier=3, enable_thinking=False)
+    assert TOKENIZER.spell(asked).endswith(f"13<|im_end|>{told}<think>\n\n</think>\n\n")
+    assert [TOKENIZER.decode(one.token_ids) for one in trajectory.segments if one.sampled] == ["12", "13", "7"]
 
 
 def test_every_turn_has_the_tools_that_it_offers_and_the_template_arguments_of_its_question(tmp_path: Path) -> None:

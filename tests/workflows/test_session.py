@@ -6,7 +6,9 @@ import contextlib
 import hashlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import closing
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,13 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import CallInterrupted, EngineLost, StoreError
 from stretto.core.forest import Tokens, TurnRequest
-from stretto.core.records import NOTHING, Completion, GenerateRequest, Sampling, Segment, StopReason
+from stretto.core.records import NOTHING, PROMPT, Completion, GenerateRequest, Prompt, Sampling, Segment, StopReason
+from stretto.loop.engines.in_flight import InFlight
+from stretto.store.config import StoreConfig
+from stretto.store.ledger.ledger import Ledger
+from stretto.store.ledger.reading import read_unfinished
 from stretto_workflows.session import MemoryRecord, Session, Turn, WholeTurns, joined_pieces
+from stretto_workflows.sessions import sessions_of_run
 
 PROMPT_TOKENS = (7, 8)
 SAMPLING = Sampling(max_tokens=4)
@@ -352,3 +359,29 @@ def test_what_a_changed_program_does_not_ask_for_again_is_left_out() -> None:
     asyncio.run(session.turn((*PROMPT_TOKENS, 1), SAMPLING))
     told, said = session.segments()
     assert (told.token_ids, said.sampled) == ((1,), True)
+
+
+def test_segments_are_of_an_earlier_version_if_they_were_there_when_a_run_first_went_on_with_this_one(
+    tmp_path: Path,
+) -> None:
+    path, prompt, piece = (
+        tmp_path / "ledger.sqlite",
+        Prompt("17", PROMPT_TOKENS, "", ""),
+        Segment.of((4,), parent=PROMPT),
+    )
+    engines: Any = None  # nothing is sampled
+
+    def process(begins: str, node: int) -> list[int]:
+        with closing(Ledger(path, StoreConfig())) as ledger:
+            opened = sessions_of_run(InFlight(engines, ledger), ledger, read_unfinished(path), renders=True)
+            found = [opened(f"{group}/0", PROMPT_TOKENS, 0).earlier for group in ("0.1.0", "0.2.0")]
+            ledger.issue(begins, prompt, 1, 0)
+            ledger.journal("0.1.0/0", piece, node)
+            ledger.journal(f"{begins}/0", piece)
+            return found
+
+    with closing(Ledger(path, StoreConfig())) as ledger:
+        ledger.issue("0.1.0", prompt, 1, 0)
+        ledger.journal("0.1.0/0", piece)
+    assert process("0.2.0", 1) == [1, 0]
+    assert process("0.3.0", 2) == [1, 0]

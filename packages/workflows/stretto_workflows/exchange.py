@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import msgspec
 
-from stretto.core.errors import CallInterrupted, RefusedRequest, several
+from stretto.core.errors import CallInterrupted, DataError, RefusedRequest, several
 from stretto.core.forest import Tokens
 from stretto.core.records import NOTHING, PROMPT, Outcome, Prompt, Sampling, StopReason, Trajectory, Verdict
 from stretto.core.states import why_no_reward
@@ -121,14 +122,22 @@ class Exchange:
         held, told = self._held(order), self._told.get(order.node, ())
         try:
             prompt = self._rendering.prompt(order.messages, order.known, held, order.tools, told)
-            if prompt[2] != told and not self.session.waits(prompt[0]):
-                # Earlier versions added no tools to a history without them; turns that they sampled are replayed.
-                before = self._rendering.prompt(order.messages, order.known, held, order.tools, order.tools)
-                prompt = before if self.session.waits(before[0]) else prompt
+            if self.session.earlier and self.session.waiting(prompt[0]) is None:
+                prompt = next(self._earlier(order, held, told), prompt)
             return prompt
         except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:  # invalid messages of the user
             found = f"{type(error).__name__}: {error}"
             raise RefusedRequest("messages", found, 'a message is {"role": ..., "content": text}') from None
+
+    def _earlier(self, order: TurnOrder, held: Tokens, told: Tools) -> Iterator[tuple[Tokens, str, Tools]]:
+        """Yield prompts behind which an earlier version has recorded a turn that waits. It added no tools to a history
+        without them, and only the first prompt had the question's arguments of the chat template."""
+        plain = self._services.template if isinstance(self._rendering, TemplateRendering) else None
+        for rendering, described in product((self._rendering, plain or self._rendering), (told, order.tools)):
+            with suppress(DataError):  # the template may need its arguments
+                prompt = rendering.prompt(order.messages, order.known, held, order.tools, described)
+                if (node := self.session.waiting(prompt[0])) is not None and node < self.session.earlier:
+                    yield prompt
 
     def _held(self, order: TurnOrder) -> Tokens:
         if order.node == NOTHING or not order.known:

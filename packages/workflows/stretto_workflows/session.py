@@ -137,6 +137,7 @@ class Session:
     Attributes:
         id: trajectory id, or another name.
         forest: all given and sampled segments, including turns that broke off.
+        earlier: number of its first segments whose prompts an earlier version of stretto has rendered.
     """
 
     def __init__(
@@ -148,6 +149,7 @@ class Session:
         record: SessionRecord,
         segments: Sequence[Segment] = (),
         calls: Iterable[RecordedCall] = (),
+        earlier: int = 0,
     ) -> None:
         """Open a session.
 
@@ -159,9 +161,10 @@ class Session:
             record: stores given segments, and calls.
             segments: recorded by an earlier process, by index. A segment without tokens is a turn that had none yet.
             calls: recorded by an earlier process, in order of their numbers; they are copied.
+            earlier: see above.
         """
         own = [msgspec.structs.replace(one, parent=parent_of(segments, at)) for at, one in enumerate(segments)]
-        self.id, self.forest = id, Forest(prompt, own)
+        self.id, self.forest, self.earlier = id, Forest(prompt, own), earlier
         self._seed, self._sampler, self._record = seed, sampler, record
         self._calls = [RecordedCall(call.number, call.asked, call.reply) for call in calls]
         self._claimed = set[int]()
@@ -182,7 +185,9 @@ class Session:
         """Return a new session of the same trajectory, for a program that starts again: it returns all turns and calls
         of this one as recorded. No turn or call may be in progress in this session, and it is not used any more."""
         forest = self.forest
-        found = Session(self.id, forest.prompt, self._seed, self._sampler, self._record, forest.segments, self._calls)
+        found = Session(
+            self.id, forest.prompt, self._seed, self._sampler, self._record, forest.segments, self._calls, self.earlier
+        )
         found._broken.update(self._broken)
         return found
 
@@ -237,9 +242,9 @@ class Session:
         self._claimed.add(node)
         return Turn(node, segments[node])
 
-    def waits(self, prompt: Tokens) -> bool:
-        """Whether a turn after `prompt` is recorded that was not returned yet."""
-        return bool(self._turns.get(prompt))
+    def waiting(self, prompt: Tokens) -> int | None:
+        """Node of the first recorded turn after `prompt` that was not returned yet; None if there is none."""
+        return next(iter(self._turns.get(prompt, ())), None)
 
     def pass_over(self, node: int) -> None:
         """Keep `turn` from returning the recorded turn `node`, because a recorded call refers to it. `claim` still

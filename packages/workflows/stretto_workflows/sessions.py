@@ -23,6 +23,10 @@ from stretto_workflows.session import MemoryRecord, OpenSession, Session, WholeT
 if TYPE_CHECKING:  # a loop without a ledger loads no SQLite
     from stretto.store.ledger.ledger import Ledger
 
+#: Name of the fact with the number of segments that versions of stretto which told other prompts have recorded, by
+#: trajectory.
+_EARLIER = "rendered_earlier"
+
 
 @dataclass(frozen=True)
 class LedgerRecord:
@@ -74,20 +78,28 @@ def sessions_of_evaluation(generate: Generate, count: Callable[[Completion], Non
     return opened
 
 
-def sessions_of_run(in_flight: InFlight, ledger: Ledger, unfinished: Sequence[UnfinishedGroup]) -> OpenSession:
+def sessions_of_run(
+    in_flight: InFlight, ledger: Ledger, unfinished: Sequence[UnfinishedGroup], *, renders: bool = False
+) -> OpenSession:
     """Return a function that opens the session of a trajectory of a run; call it once for each trajectory. The
     session's turns and calls are recorded in the ledger. Those that an earlier process has recorded, in the groups
-    `unfinished`, are returned from the record when the program requests them again."""
+    `unfinished`, are returned from the record when the program requests them again. `renders`: prompts are rendered
+    from messages, so it is recorded which turns an earlier version of stretto has begun."""
     restored = {
         trajectory_id(group.id, member): found
         for group in unfinished
         if not group.trajectories
         for member, found in group.members.items()
     }
+    earlier = ledger.get(_EARLIER, dict[str, int]) if renders else {}
+    if earlier is None:  # the first process of this version
+        earlier = {id: len(found.segments) for id, found in restored.items() if found.segments}
+        ledger.put(_EARLIER, earlier)
 
     def opened(id: str, prompt: tuple[int, ...], seed: int) -> Session:
         known, record = restored.pop(id, UnfinishedMember()), LedgerRecord(ledger, id)
         in_flight.begin(id, known.segments)
-        return Session(id, prompt, seed, partial(in_flight.turn, id), record, known.segments, known.calls)
+        sampler = partial(in_flight.turn, id)
+        return Session(id, prompt, seed, sampler, record, known.segments, known.calls, earlier.get(id, 0))
 
     return opened

@@ -304,6 +304,11 @@ class AgentSession:
     async def _sample(self, request: ChatRequest, key: str) -> _TurnRecord:
         rule, history = self.model.rule, self._history(request)
         prompt = await self._prompt(history, request.tools)
+        if self.session.earlier and self.session.waiting(prompt.tokens) is None:
+            # An earlier version has begun turns without the question's arguments of the chat template.
+            before = await self._prompt(history, request.tools, self.model.renderer)
+            node = self.session.waiting(before.tokens)
+            prompt = before if node is not None and node < self.session.earlier else prompt
         sampling = rule.sampling(request, len(prompt.tokens))
         self._bridge.begin(history, prompt)
         sampled = await self.session.turn(prompt.tokens, sampling, prompt.cause)
@@ -338,13 +343,15 @@ class AgentSession:
             history = (*system, *known, *history[len(system) :])
         return history
 
-    async def _prompt(self, history: tuple[Message, ...], tools: tuple[Tool, ...]) -> NextPrompt:
+    async def _prompt(
+        self, history: tuple[Message, ...], tools: tuple[Tool, ...], renderer: Renderer | None = None
+    ) -> NextPrompt:
         size, context = characters_of(history, tools), self.model.rule.context
         most = context * self.model.longest_token
         if size > most:  # in any encoding, more tokens than the context has
             allowed = f"at most {most:,}, which no context of {context:,} tokens goes beyond"
             raise RefusedRequest("messages", f"{size:,} characters", allowed)
-        return await self.model.encoded(size, lambda: self._bridge.next(history, tools))
+        return await self.model.encoded(size, lambda: self._bridge.next(history, tools, renderer))
 
     def _add(self, digest: bytes, record: _TurnRecord, *, live: bool) -> None:
         """Add the turn of the request with this digest to the bridge, so that later prompts can continue it, and note

@@ -145,26 +145,27 @@ class Bridge:
         self._turns: list[CompletedTurn] = []  # the longest first
         self._started: dict[tuple[History, bytes], NextPrompt] = {}
 
-    def next(self, history: History, tools: tuple[Tool, ...]) -> NextPrompt:
+    def next(self, history: History, tools: tuple[Tool, ...], renderer: Renderer | None = None) -> NextPrompt:
         """Make the prompt for the reply to `history`, the messages of a request with these `tools`: the tokens of the
         longest completed turn that it continues, with the new messages behind, or else the whole history encoded. The
-        bridge does not change; `begin` and `add` tell it what becomes of the prompt.
+        bridge does not change; `begin` and `add` tell it what becomes of the prompt. `renderer`: None: the bridge's.
 
         Raises:
             DataError: the template refuses the messages, or the tokenizer does not know a character.
         """
         if (known := self._started.get((history, msgspec.json.encode(tools)))) is not None:
             return dataclasses.replace(known, cause="again")
+        renderer = renderer or self._renderer
         longest, ambiguous = self._longest(history, tools)
         cause, tail, how = self._cause(history, tools, longest), None, Match.EQUAL
         if ambiguous:
             longest, cause = None, "ambiguous"
         if longest is not None:
             new, how = history[len(longest.history) :], _worst(longest.history, history)
-            tail = self._renderer.tail(longest.history[-1], longest.tokens, new, tools)
+            tail = renderer.tail(longest.history[-1], longest.tokens, new, tools)
             cause = cause or ("drift" if tail is None else "")
             history = (*longest.history, *new)
-        tokens = self._renderer.whole(history, tools) if longest is None or tail is None else longest.tokens + tail
+        tokens = renderer.whole(history, tools) if longest is None or tail is None else longest.tokens + tail
         return NextPrompt(tokens, cause, history, tools, longest, how)
 
     def begin(self, history: History, prompt: NextPrompt) -> None:

@@ -174,7 +174,7 @@ def workflow_groups(
         unfinished: groups of an earlier process of the run, whose sessions continue from their record.
         score: judges completions.
     """
-    opened = from_package(f"{_SESSIONS}:sessions_of_run", PLACE)(in_flight, ledger, unfinished)
+    opened = from_package(f"{_SESSIONS}:sessions_of_run", PLACE)(in_flight, ledger, unfinished, renders=True)
     return pool.groups(opened, score, _verdict_of(plan))
 
 
