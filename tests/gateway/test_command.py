@@ -144,7 +144,7 @@ def test_a_server_whose_logprobs_ignore_what_clients_choose_is_refused_before_th
 ) -> None:
     with serving(replies_of(model, context=512) | replies_with_logprobs(raw=True)) as server:
         words = ["engine.kind=vllm", f'engine.addresses=["{server}"]']
-        with pytest.raises(UserError, match=f"{server} reports .*--logprobs-mode processed_logprobs"):
+        with pytest.raises(UserError, match=f"{server} reports .*_ORIGINAL_LOGPROB$"):  # clients choose
             serve_sessions(model, host="127.0.0.1", port=0, folder=tmp_path / "sessions", overrides=words)
 
 

@@ -13,7 +13,7 @@ from stretto.launch.preflight.base import digest
 from stretto.model.hf.inspection import ModelFolder, read_config
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto_servers.http import JsonServer
-from stretto_servers.make import NOT_RAW, RAW, Make, Served, make_of, reports_raw
+from stretto_servers.make import RAW, Make, Served, make_of, reports_raw
 
 _ANSWER_SECONDS = 5.0
 _ITS_OWN = "start it with the policy's own folder"
@@ -31,10 +31,10 @@ def check_running_servers(
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
     *,
-    shaped: bool,
+    instead: str,
 ) -> None:
     """Check every server of `engine.addresses`: its release (a development release passes) and model, whether it
-    tokenizes some of the prompts as `tokenizer` does, and, if `shaped`, whether its log-probabilities follow
+    tokenizes some of the prompts as `tokenizer` does, and, unless `instead` is "", whether its log-probabilities follow
     temperature and filters.
 
     Args:
@@ -42,7 +42,7 @@ def check_running_servers(
         base: the policy's folder.
         needed: context length that the run needs: tokens of the longest prompt with its completion.
         prompts: token ids of the run's prompts.
-        shaped: log-probabilities under a temperature or filters are used.
+        instead: what is allowed instead of a server whose log-probabilities ignore temperature and filters; "": it is.
 
     Raises:
         RecipeError: servers do not answer, are too old, serve another model or a shorter context, tokenize in another
@@ -50,7 +50,7 @@ def check_running_servers(
     """
     texts = [tokenizer.decode(prompt) for prompt in prompts[:_PROBES]]
     probe = {text: list(tokenizer.encode(text)) for text in texts}
-    if problems := asyncio.run(_asked(config, make, base, needed, probe, shaped=shaped)):
+    if problems := asyncio.run(_asked(config, make, base, needed, probe, instead=instead)):
         raise RecipeError(problems)
 
 
@@ -61,9 +61,9 @@ async def _asked(
     needed: int,
     probe: dict[str, list[int]],
     *,
-    shaped: bool,
+    instead: str,
 ) -> list[Problem]:
-    asked = (_ask(config.kind, make, address, base, needed, probe, shaped=shaped) for address in config.addresses)
+    asked = (_ask(config.kind, make, address, base, needed, probe, instead=instead) for address in config.addresses)
     found = await asyncio.gather(*asked)
     return [problem for problem in found if problem is not None]
 
@@ -76,29 +76,29 @@ async def _ask(
     needed: int,
     probe: dict[str, list[int]],
     *,
-    shaped: bool,
+    instead: str,
 ) -> Problem | None:
     http = JsonServer(f"the server {address}", address, seconds=_ANSWER_SECONDS, token_seconds=_ANSWER_SECONDS)
     wire = make_of(kind, http, _ANSWER_SECONDS)
     try:
         served = await wire.describe()
         theirs = {text: await _tokens(http, text) for text in probe}
-        if (misfit := _misfit(served, make, address, base, needed, probe, theirs)) is not None or not shaped:
+        if (misfit := _misfit(served, make, address, base, needed, probe, theirs)) is not None or not instead:
             return misfit
-        return await _raw(wire, address, base, served.context_length or base.context_length)
+        return await _raw(wire, address, base, served.context_length or base.context_length, instead)
     except StrettoError as error:
         return Problem("engine.addresses", str(error), f"a server that runs: {make.needed}")
     finally:
         await wire.close()
 
 
-async def _raw(wire: Make, address: str, base: ModelFolder, context: int) -> Problem | None:
+async def _raw(wire: Make, address: str, base: ModelFolder, context: int, instead: str) -> Problem | None:
     """The problem that a server's log-probabilities ignore temperature and filters, or that it cannot be asked; None
-    without one, or if it does not answer. `context`: length in tokens."""
+    without one, or if it does not answer. `context`: length in tokens. `instead`: what is allowed instead."""
     with contextlib.suppress(EngineLost, DeadlineExceeded):  # it may be paused; the engine asks again
         try:
             if await reports_raw(wire, base.vocab_size, context):
-                return Problem("engine.addresses", f"{address} {RAW}, and others are asked for", NOT_RAW)
+                return Problem("engine.addresses", f"{address} {RAW}, and others are asked for", instead)
         except WireError as error:
             found = f"{address} does not sample and score as its log-probabilities are checked: {error}"
             return Problem("engine.addresses", found, "start it with the flags of docs/how_to/servers.md")

@@ -36,7 +36,7 @@ from stretto.engine.backend import ENDED, Stream
 from stretto.engine.native.validate import check_prefixes, check_request, check_text
 from stretto.engine.text import StopTexts
 from stretto_servers.completions import OpenCompletion
-from stretto_servers.make import NOT_RAW, RAW, Make, Occupancy, canary_scores, is_shaped, reports_raw
+from stretto_servers.make import NOT_RAW_OR_PLAIN, RAW, Make, Occupancy, canary_scores, is_shaped, reports_raw
 from stretto_servers.staging import FolderAsItIs, compare, shapes_of
 
 _LOOK_SECONDS = 0.001
@@ -123,7 +123,7 @@ class ExternalEngine:
         if self._raw is None or (self._raw.done() and self._raw.exception() is not None):
             self._raw = asyncio.create_task(self._reports_raw())
         if await asyncio.shield(self._raw):  # requests that come meanwhile share the answer
-            raise RefusedRequest("sampling", f"a temperature or filters, and {self.name} {RAW}", NOT_RAW)
+            raise RefusedRequest("sampling", f"a temperature or filters, and {self.name} {RAW}", NOT_RAW_OR_PLAIN)
 
     async def _reports_raw(self) -> bool:
         while True:

@@ -17,7 +17,7 @@ from stretto.model.hf.inspection import ModelFolder
 from stretto.model.hf.tokenizer import Tokenizer
 from stretto.processes.http.reach import names_loopback
 from stretto_servers.checks import check_running_servers
-from stretto_servers.make import is_shaped
+from stretto_servers.make import NOT_RAW, NOT_RAW_OR_PLAIN, is_shaped
 from stretto_servers.staging import window_lacking
 
 _ADDRESS = re.compile(r"(?:[A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\]):[0-9]{1,5}")
@@ -208,6 +208,8 @@ def check_servers(
     """
     if recipe.engine.addresses:
         needed = min(base.context_length, max(map(len, prompts)) + recipe.sampling.max_tokens)
-        shaped = is_shaped(recipe.sampling.record(())) if shaped is None else shaped
+        instead = NOT_RAW if shaped else ""
+        if shaped is None and is_shaped(recipe.sampling.record(())):
+            instead = NOT_RAW_OR_PLAIN
         make = make_of_recipe(recipe)
-        check_running_servers(recipe.engine, make, base, needed, tokenizer, prompts, shaped=shaped)
+        check_running_servers(recipe.engine, make, base, needed, tokenizer, prompts, instead=instead)

@@ -215,10 +215,10 @@ async def _scored(make: Make, wanted: Continuation) -> tuple[tuple[float, ...], 
 
 
 _SURE = Sampling(max_tokens=8, temperature=0.02, top_k=1, top_p=1e-6)
-#: What a server does that `reports_raw`, and what is needed instead.
+#: What a server does that `reports_raw`, what is needed instead, and the same where requests may change.
 RAW = "reports log-probabilities of tokens as if it sampled them at temperature 1 without filters"
-NOT_RAW = "vLLM with --logprobs-mode processed_logprobs, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB, or a "
-NOT_RAW += "temperature of 1 and no filters"
+NOT_RAW = "vLLM with --logprobs-mode processed_logprobs, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB"
+NOT_RAW_OR_PLAIN = f"{NOT_RAW}, or a temperature of 1 and no filters"
 
 
 def is_shaped(sampling: Sampling) -> bool:
