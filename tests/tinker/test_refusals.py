@@ -124,6 +124,13 @@ def test_a_forward_backward_that_cannot_be_read_fails_with_the_step_behind_it(
     assert client.result(client.step(id, 5))["metrics"]["grad_norm"] > 0
 
 
+def test_a_forward_alone_that_is_too_large_does_not_fail_the_step_behind_it(client: Client, id: str) -> None:
+    client.output(client.forward_backward(id, 1, _GOOD))
+    body = job(id, 2, [([3] * (LARGEST_BODY // 4), _TOKENS)], forward_only=True)
+    assert "body: too large" in client.result(told(client.post("forward_backward", body))["request_id"])["error"]
+    assert client.result(client.step(id, 3))["metrics"]["grad_norm"] > 0
+
+
 @given(st.integers(1, 2**31 - 1), st.integers(1, 40))
 def test_the_beginning_of_a_body_names_its_request_or_nothing(seq: int, size: int) -> None:
     found = numbered(job("m:train:0", seq, _GOOD)[:size])

@@ -37,11 +37,13 @@ class NotServed(Exception):
 @dataclass(frozen=True)
 class Call:
     """One HTTP request, and the client that sent it. `owner`: the client's id (`service.owner_of`); "" for requests
-    without API key. `head`: beginning of the body, also of one that `body` refuses as too large."""
+    without API key. `head`, `tail`: beginning and end of the body, also of one that `body` refuses as too large; no
+    tail if its end was not read."""
 
     request: Request
     owner: str
     head: bytearray = field(default_factory=bytearray)
+    tail: bytearray = field(default_factory=bytearray)
 
     @property
     def near(self) -> bool:
@@ -71,10 +73,16 @@ class Call:
                 one.
         """
 
+        last = bytearray()
+
         async def receive() -> Message:
             message = await self.request.receive()
+            part = message.get("body", b"")
             if len(self.head) < _HEAD_BYTES:
-                self.head.extend(message.get("body", b"")[:_HEAD_BYTES])
+                self.head.extend(part[:_HEAD_BYTES])
+            last[:] = (last + part[-_HEAD_BYTES:])[-_HEAD_BYTES:]
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                self.tail[:] = last
             return message
 
         coded = self.request.headers.get("content-encoding", "identity")

@@ -25,7 +25,7 @@ from stretto_tinker.wire.bodies import (
     SaveWeights,
     parse,
 )
-from stretto_tinker.wire.datums import numbered, parse_job
+from stretto_tinker.wire.datums import ends_forward_only, numbered, parse_job
 from stretto_tinker.work.models import BACKWARD, CREATE, FORWARD, LOAD, REFUSED, STEP, ModelFacts, adam_of, facts_of
 from stretto_tinker.work.saving import SAVE, SAVE_EXTERNAL, SAVE_FOR_SAMPLER
 
@@ -116,7 +116,8 @@ class Training:
         model = self._service.model(job.model_id, call.owner)
         if job.seq_id < 1:
             raise RefusedRequest("seq_id", str(job.seq_id), "1 or more")
-        return self._accept(call, model.id, job.seq_id, FORWARD if job.forward_only else BACKWARD, raw, said=said)
+        forward = job.forward_only if raw else ends_forward_only(bytes(call.tail))
+        return self._accept(call, model.id, job.seq_id, FORWARD if forward else BACKWARD, raw, said=said)
 
     def _step(self, call: Call, raw: bytes) -> Response:
         body = parse(raw, OptimStep)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +100,18 @@ def numbered(raw: bytes) -> bytes:
         return b""
     found = _SEQ.match(raw, 2 + raw[1])
     return raw[: found.end()] if found else b""
+
+
+def ends_forward_only(tail: bytes) -> bool:
+    """Whether the end of a training request's body says that it is `forward_only`. False if it holds less than the
+    fields behind the data, which begin with the loss."""
+    at = len(tail)
+    while (at := tail.rfind(b'"', 0, at)) >= 0:  # the field 4
+        with suppress(RefusedRequest):
+            job = parse_job(tail[at:])
+            if job.loss.isidentifier() and not (job.data or job.model_id or job.seq_id):
+                return job.forward_only
+    return False
 
 
 def _datum(message: Any, place: str) -> Datum:
