@@ -179,6 +179,33 @@ def test_a_request_waits_no_longer_than_told_where_the_pause_ends_while_the_thre
     assert client.result(asked)["model_id"]
 
 
+def test_accepted_requests_of_which_the_first_waits_for_the_record_are_computed_though_their_session_ends(
+    server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, running = server
+    client, whole, left = Client(address, "tml-ended"), running.record.next_seq, 1
+    model = client.create()
+    running.worker.retire(model, "", ended=False)
+    assert leaves(running, model)
+
+    def failing(lane: str) -> int | None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise sqlite3.OperationalError("disk I/O error")
+        return whole(lane)
+
+    monkeypatch.setattr(running.record, "next_seq", failing)
+    asked = [client.forward_backward(model, 1, data_for("cross_entropy")), client.step(model, 2)]
+    row = running.record.session(client.opened())
+    assert row is not None
+    running._service.end_session(row, "asked for")
+    wait_until(lambda: all(states(running, asked)), "both are settled", seconds=10)
+    assert client.result(asked[1])["metrics"]["grad_norm"] > 0
+    assert leaves(running, model)
+    assert not running.worker._leaving
+
+
 def test_a_disk_that_is_full_is_told_as_such_and_leaves_the_record_as_it_was(tmp_path: Path) -> None:
     record = Record(tmp_path / "tinker.sqlite")
     [(pages,)] = record._all("PRAGMA page_count")

@@ -157,7 +157,8 @@ class Worker:
             return
         if (lane := self._models.get(asked.lane)) is None:
             lane = self._models[asked.lane] = ModelLane(asked.owner, self._record.next_seq(asked.lane) or 0)
-        self._leaving.pop(asked.lane, None)
+        if not self._leaving.get(asked.lane):
+            self._leaving.pop(asked.lane, None)
         if asked.seq < lane.next:  # its turn in the order has passed
             why = f"seq_id {asked.seq} comes after {lane.next - 1}, which was settled without it"
             self._orders.append(lambda: self._fail(asked, why, USER))
@@ -177,7 +178,7 @@ class Worker:
     def _round(self) -> None:
         """Wait until there is work; do what other threads have ordered, and take a turn."""
         with self._wake:
-            while not (self._stopping or self._orders or self._ready()):
+            while not (self._stopping or self._ready() or self._orders):  # `_ready` may order
                 self._wake.wait(max(0.0, self._again - time.monotonic()) if self._again else None)
             if self._stopping:
                 return
@@ -317,8 +318,7 @@ class Worker:
 
     def _failed(self, asked: Asked, why: str, category: str) -> None:
         """Fail a request of a model, with the reason `why` and its `category` (the user's or the server's fault). After
-        a failed load the model may hold a part of the new weights, so it is removed from memory; its next request
-        restores it from the record."""
+        a failed load the model, which may hold a part of the new weights, is to be restored from the record."""
         if asked.kind == LOAD:
             self.models.forget(asked.lane)
         self._fail(asked, why, category)
@@ -467,8 +467,8 @@ class Worker:
         """Remove a model from memory once its accepted requests are computed. `ended`: why no further request of the
         model will come; "" if some may. With a reason, requests fail that wait for a missing one before them."""
         with self._wake:
-            lane = self._models.get(model)
-            if lane is not None and lane.next in lane.waiting:
+            lane, later = self._models.get(model), any(asked.lane == model for asked in self._later)
+            if later or (lane is not None and lane.next in lane.waiting):
                 self._leaving[model] = ended  # accepted requests are computed first
                 return
             self._leaving.pop(model, None)
