@@ -76,6 +76,7 @@ BREACHES = {
         "a state that is none": "UPDATE trajectories SET state = 'lost' WHERE key = 19",
         "an end without a reason": "UPDATE trajectories SET reason = '' WHERE key = 0",
         "trained without a step": "UPDATE trajectories SET trained_step = NULL WHERE key = 2",
+        "counted as more": "UPDATE meta SET value = replace(value, '\"trained\":12', '\"trained\":14')",
     },
     "nothing is trained twice": {
         "trained in two batches": "UPDATE steps SET batch = (SELECT batch FROM steps WHERE step = 1) WHERE step = 2",

@@ -255,14 +255,20 @@ MOVES = st.lists(
 )
 
 
-@given(MOVES)
-def test_whatever_happens_issued_is_the_sum_of_all_states(moves: list[tuple[str, int]]) -> None:
+@given(MOVES, st.integers(0, 40))
+def test_whatever_happens_issued_is_the_sum_of_all_states(moves: list[tuple[str, int]], again: int) -> None:
+    """It is resumed before the move `again`; once with the counts of that time, as an earlier version leaves them."""
     make, issued, steps = Make(), set[int](), 0
     ends = {"filter": State.FILTERED, "expire": State.EXPIRED, "fail": State.FAILED}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # a disk takes milliseconds for each sync
         path = Path(folder) / "ledger.sqlite"
         ledger = Ledger(path, StoreConfig(flush_seconds=60))
-        for move, number in moves:
+        stale = sql(path, "SELECT * FROM meta WHERE name = 'counted'")
+        for at, (move, number) in enumerate(moves):
+            if at == again:
+                ledger.close()
+                stale = sql(path, "SELECT * FROM meta WHERE name = 'counted'")
+                ledger = Ledger(path, StoreConfig(flush_seconds=60))
             name = f"0.{number}.0"
             group = make.group(name, make.trajectory(name, 0), make.trajectory(name, 1))
             try:
@@ -280,9 +286,28 @@ def test_whatever_happens_issued_is_the_sum_of_all_states(moves: list[tuple[str,
             except StoreError:
                 pass
             assert ledger.balance().issued == 2 * len(issued)
-        balance = ledger.balance()
+        balance, tokens = ledger.balance(), ledger.on_record
         ledger.close()
         assert Counter(states(path)) == Counter({state.value: getattr(balance, state.value) for state in State})
+        for known in (None, [], stale):
+            if known is not None:
+                sql(path, "DELETE FROM meta WHERE name = 'counted'")
+                for row in known:
+                    sql(path, "INSERT INTO meta VALUES (?, ?, ?)", *row)
+            with ledger_at(path) as resumed:
+                assert (resumed.balance(), resumed.on_record) == (balance, tokens)
+
+
+def test_a_resume_reads_no_trajectory_that_has_ended(path: Path, make: Make) -> None:
+    with ledger_at(path) as ledger:
+        for step in (1, 2):
+            trained(ledger, make.batch(step, make.group(f"0.{step}.0", make.trajectory(f"0.{step}.0"))))
+        buffered(ledger, make.group("0.3.0", make.trajectory("0.3.0")))
+    sql(path, "UPDATE trajectories SET state = 'lost', tokens = 99 WHERE state = 'trained'")
+    with ledger_at(path) as ledger:
+        assert ledger.balance() == Balance(trained=2, buffered=1)
+        assert ledger.on_record.trained == 4
+    assert [group.id for group in read_unfinished(path)] == ["0.3.0"]
 
 
 def test_a_disk_that_is_full_ends_the_run_with_the_path(path: Path, make: Make) -> None:
@@ -335,6 +360,7 @@ def test_what_is_forgotten_on_the_way_is_what_is_forgotten_at_once(path: Path, m
                 ledger.commit_batch(make.batch(step, make.group(name, *(make.trajectory(name, m) for m in range(2)))))
                 if often and step > 2:
                     ledger.forget(step - 2)
+        with ledger_at(file, keep_payloads="none") as ledger:
             ledger.forget(len(trained) - 2)
         kept.append(
             sql(file, "SELECT key FROM payloads ORDER BY key")

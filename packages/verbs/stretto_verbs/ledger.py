@@ -29,7 +29,7 @@ from stretto.store.ending import ENDING, Ending
 from stretto.store.ledger.ledger import Ledger, Value
 from stretto.store.ledger.partials import UnfinishedMember
 from stretto.store.ledger.reading import BOUNDS, UnfinishedGroup, read_batches, read_unfinished
-from stretto.store.ledger.rows import IN_FLIGHT
+from stretto.store.ledger.rows import COUNTED, IN_FLIGHT
 from stretto.store.totals import ENGINES, TOTALS
 from stretto_verbs.arguments import FOLDER, WHOLE, ArgumentKind, check, checked, instance
 from stretto_workflows.session import Session
@@ -38,7 +38,8 @@ from stretto_workflows.sessions import LedgerRecord, sessions_of_run
 _KEEP_SECONDS = 1.0
 #: Names of the facts about what a loop began with: they must be the same when it is continued.
 ORIGIN = SEED, PROMPTS_MARK, GROUP_SIZE = "seed", "mark of the prompts", "group_size"
-_OWN_NAMES = frozenset({*ORIGIN, ENDING, CONTROLLER, BOUNDS, IN_FLIGHT, TOTALS, ENGINES})  # readers know the last two
+#: Readers know the last two.
+_OWN_NAMES = frozenset({*ORIGIN, ENDING, CONTROLLER, BOUNDS, COUNTED, IN_FLIGHT, TOTALS, ENGINES})
 TURN = ArgumentKind(
     "a ticket and the number of one of its answers, such as (ticket, 0)",
     lambda given: isinstance(given, tuple) and len(given) == 2 and _is_answer(*given),

@@ -148,7 +148,7 @@ def prepare(
     folder = RunFolder.resume(path)
     try:
         _assert_alone(path, recipe)
-        # One ledger for all: to open it, all trajectories of the run are counted.
+        # One ledger for all: to open it, all trajectories of a run that an earlier version has begun are counted.
         with closing(Ledger(folder.ledger, recipe.store)) as ledger:
             beginning = _where_it_ended(folder, plan, ledger)
             write = write and not beginning.done

@@ -209,6 +209,7 @@ class History:
     most_in_flight: Mapping[str, int] = field(default_factory=dict)
     data: RecordedData | None = None  # None: a run of an earlier stretto
     proofs: _RecordedProofs | None = None  # None: a run of an earlier stretto
+    counted: Mapping[str, int] = field(default_factory=dict)  # trajectories by state, as the ledger keeps count of them
 
     @property
     def trajectories(self) -> tuple[RecordedTrajectory, ...]:
@@ -288,7 +289,16 @@ def _history(
         data=_data(folder / "questions.jsonl", facts["data"]) if "data" in facts else None,
         proofs=_proofs(facts["canary"]) if "canary" in facts else None,
         lines=_lines(folder / "metrics.jsonl"),
+        counted=_counted(connection, facts.get("counted")),
     )
+
+
+def _counted(connection: sqlite3.Connection, fact: Mapping[str, Any] | None) -> Mapping[str, int]:
+    """Return the numbers of trajectories by state that the ledger has counted; empty if it has none, or an earlier
+    stretto, which does not count, has issued groups since."""
+    last = connection.execute("SELECT key + members FROM groups ORDER BY key DESC LIMIT 1").fetchone()
+    counted: Mapping[str, int] = fact["states"] if fact and last == (fact["next_key"],) else {}
+    return counted
 
 
 def _data(questions: Path, fact: Mapping[str, Any]) -> RecordedData:

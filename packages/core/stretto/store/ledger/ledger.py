@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from itertools import groupby
@@ -39,11 +38,13 @@ from stretto.store.files import identity
 from stretto.store.ledger.partials import decode_piece, encode_piece, read_calls, retraction
 from stretto.store.ledger.reading import BOUNDS, states_on_record
 from stretto.store.ledger.rows import (
+    COUNTED,
     Balance,
     LiveRow,
     MostInFlight,
-    TokenTally,
+    Tally,
     encode_payload,
+    oldest_unfinished,
     step_columns,
     update_columns,
 )
@@ -72,7 +73,7 @@ _UPSERT_META = """
 _INSERT_EVENT = "INSERT INTO events VALUES (?, ?, ?)"
 _LIVE = """
     SELECT groups.id, trajectories.* FROM trajectories JOIN groups ON groups.key = group_key
-    WHERE state IN ('in_flight', 'buffered')
+    WHERE trajectories.key >= ? AND state IN ('in_flight', 'buffered') ORDER BY trajectories.key
 """
 _LAST_GROUP = "SELECT key + members FROM groups ORDER BY key DESC LIMIT 1"
 _PARTIALS = "SELECT key, begin, payload FROM partials ORDER BY key, begin"
@@ -120,21 +121,21 @@ class Ledger:
             raise StoreError(f"{path}: cannot be read: {error}") from error
 
     def _read_back(self) -> None:
-        """Restore live rows, counts and keys from the file. Raises StoreError for a damaged row or unknown state."""
-        for group_id, *columns in self._query(_LIVE):
+        """Restore live rows, counts and keys from the file. Raises StoreError for a damaged row, ValueError for an
+        unknown state."""
+        facts = self._query(META)
+        for group_id, *columns in self._query(_LIVE, (oldest_unfinished(facts, self._path),)):
             row = LiveRow.restored(tuple(columns))
             self._live[trajectory_id(group_id, row.member)] = row
         self._resume_partials()
-        states, on_record = states_on_record(self._connection)
-        self._tokens = TokenTally(on_record)
-        if strange := [state for state in states if state not in set(map(str, State))]:
-            raise StoreError(f"{self._path}: there is no state {strange[0]!r}")
-        self._counts = Counter({State(state): count for state, count in states.items()})
         last = self._query(_LAST_GROUP)
         self._next_key: int = last[0][0] if last else 0
-        self._changes = find_fact(self._query(META), self._path, BOUNDS, list[BoundChange]) or []
-        self._flights = MostInFlight(self._query(META), self._path, self._live.values())
-        self._settled = 0  # `forget` skips groups with smaller keys: nothing is left to delete
+        live, keep = self._live.values(), self._config.keep_payloads
+        known = Tally.restored(facts, self._path, self._next_key, live, keep)
+        self._tally = Tally(*states_on_record(self._connection)) if known is None else known
+        self._sources[COUNTED] = lambda: self._tally.fact(self._next_key, live, keep)
+        self._changes = find_fact(facts, self._path, BOUNDS, list[BoundChange]) or []
+        self._flights = MostInFlight(facts, self._path, live)
 
     # The life of a trajectory.
 
@@ -152,7 +153,7 @@ class Ledger:
             self._live[trajectory_id(group_id, member)] = self._dirty[row.key] = row
         self._next_key += max(members, 1)
         self._facts |= self._flights.issued(key, members)
-        self._counts[State.IN_FLIGHT] += members
+        self._tally.states[State.IN_FLIGHT] += members
         if self._clock() - self._flushed >= self._config.flush_seconds:
             self.flush()
 
@@ -187,7 +188,7 @@ class Ledger:
         for trajectory in trajectories:
             row = self._move(trajectory.id, State.TRAINED, "")
             row.trained_step = batch.step
-        self._tokens.trained(step)
+        self._tally.trained(step)
         self._note(_INSERT_STEP, step)
         self.flush()
 
@@ -250,13 +251,13 @@ class Ledger:
         """
         if self._config.keep_payloads == "all":
             return
-        self._note(FORGET_UNTRAINED, (self._settled,))
+        self._note(FORGET_UNTRAINED, (self._tally.settled,))
         if self._config.keep_payloads == "none":
-            self._note(FORGET_TRAINED, (self._settled, step))
-            self._note(FORGET_PROMPTS, (self._settled, step))
+            self._note(FORGET_TRAINED, (self._tally.settled, step))
+            self._note(FORGET_PROMPTS, (self._tally.settled, step))
         self.flush()
-        ((unsettled,),) = self._query(UNSETTLED, (self._settled, step))
-        self._settled = self._next_key if unsettled is None else unsettled
+        ((unsettled,),) = self._query(UNSETTLED, (self._tally.settled, step))
+        self._tally.settled = self._next_key if unsettled is None else unsettled
 
     def sync(self) -> None:
         """Flush, and sync the write-ahead log to disk. To be called before a checkpoint is written: a power loss must
@@ -323,7 +324,7 @@ class Ledger:
 
     def balance(self) -> Balance:
         """Count the trajectories by state, unflushed changes included."""
-        return Balance(**{state.value: self._counts[state] for state in State})
+        return Balance(**{state.value: self._tally.states[state] for state in State})
 
     @property
     def unix_time(self) -> float:
@@ -333,7 +334,7 @@ class Ledger:
     @property
     def on_record(self) -> OnRecord:
         """Sampled tokens by the state of their trajectory (`OnRecord`), unflushed changes included."""
-        return self._tokens.on_record
+        return self._tally.on_record
 
     # Writing.
 
@@ -394,15 +395,13 @@ class Ledger:
         row = self._row(id)
         before, tokens = row.state, row.tokens
         row.move(state, reason)
-        self._counts[before] -= 1
-        self._counts[state] += 1
         self._flights.moved(row, before)
         if trajectory is not None and not row.finished:
             row.finish(trajectory)
             if state is State.BUFFERED or self._config.keep_payloads == "all":
                 self._note(_INSERT_PAYLOAD, (row.key, payload := encode_payload(trajectory)))
                 self._weight += len(payload)
-        self._tokens.moved(row, before, tokens)
+        self._tally.moved(row, before, tokens)
         if row.journaled:
             self._partials.append((_DELETE_PARTIALS, (row.key,)))
             row.journaled = 0
@@ -460,11 +459,7 @@ class Ledger:
 
 def put_fact(path: Path, name: str, value: object) -> None:
     """Store `value` as JSON under a name, replacing an earlier one, in the ledger at `path`, which no process has open
-    for writing. No trajectory is read: a `Ledger` counts all of them when it is opened.
-
-    Raises:
-        StoreError: the file is no ledger, is damaged, or cannot be written.
-    """
+    for writing. Raises StoreError if the file is no ledger, is damaged, or cannot be written."""
     text = fact_text(value)
     with closing(open_for_writing(path)) as connection:
         try:

@@ -13,7 +13,7 @@ from stretto.core.admission import BoundChange
 from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory, Verdict, trajectory_id
 from stretto.store.ledger.partials import UnfinishedMember, read_member
-from stretto.store.ledger.rows import BatchMember, decode_payload
+from stretto.store.ledger.rows import BatchMember, decode_payload, oldest_unfinished
 from stretto.store.ledger.schema import once_at_rest, reading
 from stretto.store.ledger.seals import META, Value, batch_seal, check, find_fact, format_of_step, seal
 from stretto.store.totals import OnRecord
@@ -32,7 +32,7 @@ _LIVE = """
         member, trajectories.key, state,
         verdict, reward, stop_reason, interrupted, payload
     FROM trajectories JOIN groups ON groups.key = group_key LEFT JOIN payloads USING (key)
-    WHERE state IN ('in_flight', 'buffered') ORDER BY trajectories.key
+    WHERE trajectories.key >= ? AND state IN ('in_flight', 'buffered') ORDER BY trajectories.key
 """
 
 BOUNDS = "bounds"  #: name of the fact with each `BoundChange` of the run
@@ -87,8 +87,10 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
     """
     with reading(path) as connection:
         (ledger_format,) = connection.execute("PRAGMA user_version").fetchone()
-        groups = groupby(connection.execute(_LIVE).fetchall(), key=lambda row: row[0])
-        changes = find_fact(connection.execute(META), path, BOUNDS, list[BoundChange]) or []
+        facts = connection.execute(META).fetchall()
+        rows = connection.execute(_LIVE, (oldest_unfinished(facts, path),)).fetchall()
+        groups = groupby(rows, key=lambda row: row[0])
+        changes = find_fact(facts, path, BOUNDS, list[BoundChange]) or []
         return [_unfinished(path, connection, list(group), ledger_format, changes) for _, group in groups]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -216,19 +216,76 @@ def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, 
     return tokens, oldest, newest, interrupted
 
 
-class TokenTally:
-    """Running count of a ledger's sampled tokens by the state of their trajectory (`on_record`). Masked tokens of
-    trained trajectories count as masked, not as trained. `start`: the count in the file, when it was opened."""
+#: Name of the fact with the counts of a `Tally`. It is written in one transaction with each change that it counts, so
+#: that a resume need not read a long run again.
+COUNTED = "counted"
+_OPEN = (State.IN_FLIGHT, State.BUFFERED)
 
-    def __init__(self, start: OnRecord) -> None:
-        self._counts: Counter[str] = Counter(msgspec.structs.asdict(start))
+
+class _Counted(Record, frozen=True):
+    next_key: int  # of the next group
+    oldest: int  # no trajectory with a smaller key is in flight or buffered
+    states: Mapping[str, int]
+    tokens: OnRecord
+    settled: int
+    keep_payloads: str  # as which `settled` holds
+
+
+def oldest_unfinished(facts: Iterable[tuple[str, str, object]], path: Path) -> int:
+    """Return a key below which no trajectory is in flight or buffered; 0 if none is on record. `facts`: rows of the
+    table ``meta`` of the ledger at `path`. Raises StoreError if one is damaged."""
+    found = find_fact(facts, path, COUNTED, _Counted)
+    return 0 if found is None else found.oldest
+
+
+class Tally:
+    """Running counts of a ledger's trajectories by state (`states`), and of their sampled tokens (`on_record`). Masked
+    tokens of trained trajectories count as masked, not as trained. `settled`: groups with smaller keys have nothing
+    left to delete (`Ledger.forget`)."""
+
+    def __init__(self, states: Mapping[str, int], tokens: OnRecord, settled: int = 0) -> None:
+        """Begin with the counts of the file, when it was opened."""
+        self.states = Counter({State(state): count for state, count in states.items()})
+        self._counts: Counter[str] = Counter(msgspec.structs.asdict(tokens))
+        self.settled = settled
+
+    @classmethod
+    def restored(
+        cls,
+        facts: Iterable[tuple[str, str, object]],
+        path: Path,
+        next_key: int,
+        live: Iterable[LiveRow],
+        keep_payloads: str,
+    ) -> Self | None:
+        """Continue the counts in `facts`, rows of the table ``meta`` of the ledger at `path`. None if there are none,
+        or if the ledger has changed since: an earlier version of stretto, which does not count, has gone on with it.
+        The other arguments are those of `fact`, as they are now. Raises StoreError if a fact is damaged.
+
+        Without a new group no trajectory comes to be in flight, and none to be buffered that was not in flight. So each
+        change shows in the next key and in the numbers of these."""
+        found, now = find_fact(facts, path, COUNTED, _Counted), Counter(row.state for row in live)
+        if found is None or found.next_key != next_key:
+            return None
+        if any(found.states.get(state.value, 0) != now[state] for state in _OPEN):
+            return None
+        return cls(found.states, found.tokens, found.settled if found.keep_payloads == keep_payloads else 0)
+
+    def fact(self, next_key: int, live: Iterable[LiveRow], keep_payloads: str) -> object:
+        """Return the value of the fact `COUNTED`. `next_key`: of the next group; `live`: the trajectories that are in
+        flight or buffered, in the order of their keys; `keep_payloads`: the recipe's."""
+        oldest = next((row.key for row in live), next_key)
+        states = {state.value: count for state, count in self.states.items()}
+        return _Counted(next_key, oldest, states, self.on_record, self.settled, keep_payloads)
 
     def moved(self, row: LiveRow, before: State, tokens_before: int) -> None:
-        """Count the tokens of the trajectory of `row` under its new state; call this after each change of a state.
+        """Count the trajectory of `row`, and its tokens, under its new state; call this after each change of a state.
 
         `before`: the previous state; `tokens_before`: `row.tokens` at that time, which are no longer counted there. A
         trajectory without a verdict is also counted as one more in ``expired_unjudged`` or ``failed_unjudged``.
         """
+        self.states[before] -= 1
+        self.states[row.state] += 1
         counts = self._counts
         counts[before] -= tokens_before
         counts[row.state] += row.tokens
