@@ -175,6 +175,24 @@ async def test_a_role_whose_start_was_cancelled_does_nothing(server: ForkServer,
     assert (cancelled / "log.txt").read_text() == ""
 
 
+@with_its_own
+async def test_a_start_that_is_cancelled_when_its_role_has_just_begun_costs_no_other_role(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    other = await server.start(spawn(tmp_path, StubbornSpec()))
+    await up(tmp_path)
+    start = asyncio.create_task(server.start(spawn(tmp_path, StubbornSpec())))
+    for _ in range(2):  # until it waits for the word of its start
+        await asyncio.sleep(0)
+    while (tmp_path / "log.txt").read_text().count("up") < 2:  # the event loop does not hear that it has begun
+        time.sleep(0.005)
+    start.cancel()
+    await asyncio.wait([start])
+    await until(lambda: children_of(server.pid) in ([other.pid], []))
+    await asyncio.sleep(0.1)
+    assert (other.returncode, parent_of(other.pid)) == (None, server.pid)
+
+
 @with_shared
 async def test_a_role_has_its_environment_and_the_descriptors_that_it_inherits_under_their_numbers(
     server: ForkServer, tmp_path: Path

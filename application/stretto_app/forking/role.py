@@ -137,7 +137,7 @@ class _Server:
 
 def send(wire: int, message: Spawned | NotSpawned | Exited) -> bool:
     """Send one message on the descriptor `wire`; True, or False if the receiver is gone."""
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(ConnectionError):  # reset: the receiver has closed it before it read the message before
         os.write(wire, msgspec.msgpack.encode(message))
         return True
     return False
