@@ -255,6 +255,15 @@ def test_a_folder_in_use_is_refused(study: Path, tmp_path: Path) -> None:
         StudyFolder.take(tmp_path / "out", loaded)
 
 
+def test_a_run_that_listens_on_a_port_of_its_recipe_is_trained_alone() -> None:
+    cpu = ["engine.device=cpu", "trainer.device=cpu"]
+    agents = ["workflow.kind=agent", 'workflow.command=["true"]']
+    listening = ["logging.prometheus_port=9400"], ["cluster.listen=127.0.0.1:9400"], [*agents, "gateway.port=9400"]
+    free = agents, ["cluster.listen=127.0.0.1:0"], ["gateway.port=9400"]  # without agents there is no gateway
+    assert [side_by_side([load_recipe(TINY, [*cpu, *settings])], 3) for settings in listening] == [1, 1, 1]
+    assert [side_by_side([load_recipe(TINY, [*cpu, *settings])], 3) for settings in free] == [3, 3, 3]
+
+
 @pytest.mark.usefixtures("undrawn")
 def test_as_many_runs_are_trained_at_a_time_as_the_cores_carry_or_as_are_asked_for(study: Path, tmp_path: Path) -> None:
     assert side_by_side([run.recipe for run in load_study(study).runs], 3) == 3

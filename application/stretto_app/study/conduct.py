@@ -21,6 +21,7 @@ from stretto.core.errors import DeadlineExceeded, RunFolderError, StoreError, se
 from stretto.core.machine import cores
 from stretto.core.records import Record
 from stretto.core.tasks import gather_or_cancel
+from stretto.launch.recipe.extensions import AgentConfig
 from stretto.launch.recipe.recipe import Recipe
 from stretto.processes.heartbeat import die_with_parent
 from stretto.processes.spawn import describe_exit
@@ -244,7 +245,14 @@ def side_by_side(recipes: Sequence[Recipe], asked: int | None = None) -> int:
 def _is_alone(recipe: Recipe) -> bool:
     devices = (recipe.engine.device, recipe.trainer.device)
     accelerated = "cuda" in devices or ("auto" in devices and bool(machine().accelerators))
-    return accelerated or recipe.engine.kind != "native" or recipe.engine.transport == "tcp"
+    return accelerated or recipe.engine.kind != "native" or _has_a_fixed_port(recipe)
+
+
+def _has_a_fixed_port(recipe: Recipe) -> bool:
+    gateway = recipe.gateway.port if isinstance(recipe.workflow, AgentConfig) else 0
+    joining = recipe.cluster.listen.rpartition(":")[2]
+    page = recipe.logging.prometheus_port
+    return recipe.engine.transport == "tcp" or bool(gateway) or joining not in ("", "0") or page is not None
 
 
 def _threads(recipe: Recipe) -> int:
