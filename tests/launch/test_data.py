@@ -283,6 +283,21 @@ def test_a_resume_with_other_data_or_weights_is_refused(recipe: Path) -> None:
     assert check_run(run).kept
 
 
+def test_a_resume_is_refused_if_fields_have_changed_that_a_reward_of_ones_own_may_read(rewarded: Path) -> None:
+    folder, data = rewarded.parent, rewarded.parent / "short.jsonl"
+    built_in = rewarded.with_name("built_in.toml")
+    built_in.write_text(EVEN + REWARDS.rpartition("[[")[0])
+    for recipe in (built_in, rewarded):
+        prepare(recipe, [], folder / recipe.stem, resume=False).folder.release()
+    data.write_text(data.read_text().replace("}", ', "limit": 3, "image": "<Image at 0x7F1>"}'))
+    prepare(built_in, [], folder / "built_in", resume=True).folder.release()
+    with pytest.raises(RunFolderError, match="the further fields of the questions are not those of the run"):
+        prepare(rewarded, [], folder / "recipe", resume=True)
+    prepare(rewarded, [], folder / "new", resume=False).folder.release()
+    data.write_text(data.read_text().replace("0x7F1", "0x7F2"))  # where an object was in memory is no change
+    prepare(rewarded, [], folder / "new", resume=True).folder.release()
+
+
 def test_a_recipe_of_another_task_has_one_source_without_a_name(recipe: Path) -> None:
     task = '[task]\nkind = "arithmetic"\nprompts = 5\nheld_out = 5\n'
     recipe.write_text(f'[model]\npath = "policy"\n{task}[trainer]\n[sampling]\nmax_tokens = 4\n')

@@ -85,8 +85,9 @@ _KEEPS = ("keep_best", "best_of")
 _ENDS_EARLY = (*_KEEPS, "patience", "least_gain", "goal", "goal_holds", "prompts", "samples", "seed", "sets")
 
 _JOIN = "join.json"  # file of a run that other machines could join; another conductor may have a copy of the folder
-#: Names of the ledger's facts with digests of the training questions, the held-out questions and the model.
-_QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
+#: Names of the ledger's facts with digests of the training questions, the held-out questions, their further fields and
+#: the model.
+_QUESTIONS, _HELD_OUT, _FIELDS, _MODEL = "questions", "held out", "fields", "model"
 _FOLDERS = ("rewards.path", "workflow.path")  # of modules
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "disk is full")  # the last one: SQLite's
 _CONTAINERS = 1_000_000  # allocations between two garbage collections
@@ -344,6 +345,7 @@ def _fill(folder: RunFolder, plan: Plan) -> None:
     with closing(Ledger(folder.ledger, plan.recipe.store, page=page)) as ledger:  # from now on the run can be resumed
         ledger.put(_QUESTIONS, question_fingerprints(plan)[0])
         ledger.put(_HELD_OUT, plan.kept_apart_digest)
+        ledger.put(_FIELDS, plan.fields_digest)
         record_recipe(ledger, plan.recipe)
         record_sources(ledger, plan.recipe)
         ledger.put(_MODEL, model_fingerprint(plan))
@@ -380,16 +382,17 @@ def _check_moved(folder: RunFolder, before: Recipe, plan: Plan, ledger: Ledger) 
 def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
     """Raise RunFolderError if the questions of a resumed run, or their order, have changed: the run continues at a
     position in the training questions. A digest that is not on record is recorded."""
-    for kind, key, found in (
-        ("training", _QUESTIONS, question_fingerprints(plan)),
-        ("held-out", _HELD_OUT, (plan.kept_apart_digest,)),
+    for what, key, found in (
+        ("training questions", _QUESTIONS, question_fingerprints(plan)),
+        ("held-out questions", _HELD_OUT, (plan.kept_apart_digest,)),
+        ("further fields of the questions", _FIELDS, (plan.fields_digest,)),
     ):
         known = ledger.get(key, str)
         if known is None:  # the run was killed before it was recorded, or began with an earlier version of stretto
             ledger.put(key, found[0])
         if known is not None and known not in found:
             changed = (
-                f"the {kind} questions are not those of the run (the data or the tokenizer has changed: their digest "
+                f"the {what} are not those of the run (the data or the tokenizer has changed: their digest "
                 f"is {found[0]}, on record is {known})"
             )
             raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])

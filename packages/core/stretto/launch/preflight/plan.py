@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -122,11 +123,13 @@ class Plan(Outline):
     demonstrations: tuple[Demonstration, ...]
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # (prompt, gold answer): data for rewards
     kept_apart_digest: str = ""  # digest of the held-out questions and their gold answers
+    fields_digest: str = ""  # digest of the further fields of all questions, as far as rewards or a workflow read them
     details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
     warm_seat: Seat | None = None  # GPU of the warm start, which runs before the roles
 
 
 _WORKFLOWS = "stretto_workflows.run"
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")  # in the text of an object, such as an image: another in each process
 _NO_DEMONSTRATIONS = Problem(
     "[warm_start]", "the task has no demonstrations", "add them to the data, or remove the section"
 )
@@ -186,6 +189,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False, tr
         details=_details(recipe, rows, tokenizer),
         kept_apart=len(questions.held_out),
         kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
+        fields_digest=_fields_digest(recipe, (*questions.training, *questions.held_out)),
         notes=(
             *told,
             *filter(None, (*questions.notes, training.note, held_out.note)),
@@ -405,7 +409,7 @@ def _rows(recipe: Recipe, questions: Sequence[Question], takes: Sequence[str] | 
     the further fields that the rewards take; None: all. Raises DataError if two questions with the same key differ in
     the source or in one of these fields; of other fields the first row's are kept."""
     parts = recipe.rewards.parts
-    own = any(part.function not in BUILT_IN for part in parts)
+    own = _has_own_rewards(recipe)
     by_source = any(part.sources for part in parts)
     found: dict[tuple[str, str], tuple[Row, Question]] = {}
     contrary: dict[str, tuple[Question, list[Question]]] = {}  # what differs: the first of the rows, the others
@@ -423,6 +427,15 @@ def _rows(recipe: Recipe, questions: Sequence[Question], takes: Sequence[str] | 
         problems.append(Problem(places[0], told + more * (len(places) > 1), remedy))
     refuse(problems)
     return {key: row for key, (row, _) in found.items() if row != Row()}
+
+
+def _has_own_rewards(recipe: Recipe) -> bool:
+    return any(part.function not in BUILT_IN for part in recipe.rewards.parts)
+
+
+def _fields_digest(recipe: Recipe, questions: Sequence[Question]) -> str:
+    read = recipe.workflow is not None or _has_own_rewards(recipe)
+    return digest(*(_ADDRESS.sub("", row.fields) for row in questions if read))
 
 
 def _difference(first: Row, row: Row, takes: Sequence[str] | None) -> str:
