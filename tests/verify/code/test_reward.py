@@ -240,6 +240,22 @@ def test_the_prelude_hides_nothing_and_may_stand_before_any_program(judge: CodeR
     assert judge.judge(answer, parse_tests({"fn_name": "f", "inputs": [[3]], "outputs": [5]})) == Judgement(1, 1)
 
 
+@pytest.mark.parametrize(
+    ("answer", "passes"),
+    [
+        ("print(1)", False),
+        ("def greatest(a, b): return gcd(a, b)", False),
+        ("from math import gcd", True),
+        ("from math import *", True),
+        ("def gcd(a, b): return math.gcd(a, b)", True),
+        ("class Solution:\n    def gcd(self, a, b): return gcd(a, b)", True),
+    ],
+)
+def test_a_function_of_the_prelude_is_not_the_programs(judge: CodeReward, answer: str, passes: bool) -> None:
+    expected = Judgement(1, 1) if passes else Judgement(0, 1, "call 1: KeyError: 'gcd'")
+    assert judge.judge(answer, parse_tests({"fn_name": "gcd", "inputs": [[12, 18]], "outputs": [6]})) == expected
+
+
 HUMANEVAL = {
     "prompt": (
         "import math\nfrom typing import List\n\ndef poly(xs: list, x: float):\n    return sum(c * x**k for k, c in "

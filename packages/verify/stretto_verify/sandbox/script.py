@@ -139,7 +139,18 @@ def _execute(task: dict[str, Any], name: str) -> dict[str, Any]:
     for part, file in (("before", "before.py"), ("source", "program.py"), ("after", "after.py")):
         if text := task.get(part, ""):
             exec(compile(text, file, "exec", dont_inherit=True), module.__dict__)
+        if part == "before":
+            _hide_called(module.__dict__, name, task.get("calls") or [])
     return module.__dict__
+
+
+def _hide_called(names: dict[str, Any], module: str, calls: list[dict[str, Any]]) -> None:
+    """Make those names builtins that `module` has imported and that are called: the program can use them, and has to
+    define or import itself what is called."""
+    called = {call["name"] for call in calls if call["name"] in names}
+    hidden = {name: names.pop(name) for name in called if getattr(names[name], "__module__", None) != module}
+    if hidden:
+        names["__builtins__"] = {**vars(builtins), **hidden}
 
 
 def _call_all(namespace: dict[str, Any], calls: list[dict[str, Any]], results: int) -> None:
