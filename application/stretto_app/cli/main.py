@@ -121,7 +121,6 @@ def train(
     with forking(modules) as spawner:
         with importing():
             from stretto.launch.train import prepare
-            from stretto.loop.records.reporter import RunLog, SilentReporter
         prepared = prepare(recipe, overrides or [], run_dir, resume)
         from stretto_report.audit.alarms import AlarmWatch
         from stretto_report.dashboard.terminal.progress import open_display
@@ -129,8 +128,7 @@ def train(
         print(f"run folder {prepared.path}\nin the browser: stretto watch {prepared.path}", flush=True)
         alarms = AlarmWatch(prepared.path)
         prepared.recall(alarms.step, alarms.evaluated)
-        note = RunLog(prepared.folder.log, SilentReporter()).note
-        with open_display(prepared.steps, alarms=alarms, verbose=verbose, note=note) as display:
+        with open_display(prepared.steps, alarms=alarms, verbose=verbose, note=prepared.note) as display:
             code = prepared.train(display, spawner)
     from stretto_report.dashboard.terminal.summary import print_inspection
 

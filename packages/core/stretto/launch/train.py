@@ -48,7 +48,7 @@ from stretto.launch.recorded import (
     with_stops_on_record,
     write_questions,
 )
-from stretto.loop.records.reporter import Reporter, RunLog
+from stretto.loop.records.reporter import Reporter, RunLog, SilentReporter
 from stretto.loop.recovery import BASE, weights_digest
 from stretto.processes import event_loop
 from stretto.processes.spawn import FRESH, Spawner
@@ -211,6 +211,10 @@ class Prepared:
     @property
     def steps(self) -> int:
         return self.plan.recipe.trainer.steps
+
+    def note(self, line: str) -> None:
+        """Append a line to the run's log alone."""
+        RunLog(self.folder.log, SilentReporter()).note(line)
 
     def recall(self, step: Callable[[StepMetrics], None], evaluated: Callable[[EvaluationLine], None]) -> None:
         """Call `step` with each recorded training step of a resumed run, then `evaluated` with each evaluation, without
