@@ -395,8 +395,10 @@ def test_a_run_that_is_named_twice_is_refused(recipe: Path) -> None:
     prepare(run_dir, [], run_dir, resume=True).folder.release()
 
 
-def test_a_run_writes_down_its_questions_with_their_rows(recipe: Path) -> None:
-    first = json.loads((begin(recipe) / "questions.jsonl").read_text().splitlines()[0])
+def test_a_run_writes_down_its_bound_and_its_questions_with_their_rows(recipe: Path) -> None:
+    run_dir = begin(recipe)
+    assert inspect_run(run_dir).staleness.bound == 4.0, "before its first step too"
+    first = json.loads((run_dir / "questions.jsonl").read_text().splitlines()[0])
     assert first == {"id": "1", "prompt": "0+1=", "answer": "1", "row": f"{recipe.parent}/rows.jsonl:1", "source": ""}
 
 

@@ -140,11 +140,9 @@ def test_one_that_waits_is_told_by_what_a_step_takes_and_its_trial_ends_in_time(
     assert re.search(
         r"took 0\.[4-9] s for a completion: the 64 of a step take \d+ s of 2 workers \(rewards\.work", told
     )
-    with pytest.raises(
-        RewardFunctionError, match=r"not done after 10\.\d s by the clock .* may take 10 s; .*timeout=4 "
-    ):
-        try_reward(RewardsConfig(function=f"{module}:hanging"), QUESTIONS)
-    assert time.monotonic() - start < 60
+    with pytest.raises(RewardFunctionError, match=r"not done after 2\.\d s by the clock .* may take 1 s; .*timeout=1 "):
+        try_reward(RewardsConfig(function=f"{module}:hanging", timeout=0.1), QUESTIONS, patience=2.0)
+    assert time.monotonic() - start < 20
 
 
 def test_a_built_in_that_does_not_fit_the_gold_answers_is_refused() -> None:

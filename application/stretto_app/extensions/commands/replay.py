@@ -34,7 +34,7 @@ from stretto.core.records import Update
 from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_toml
 from stretto.launch.recorded import RECIPE, recorded_recipe
 from stretto.loop.records.totals import SPAN_AXIS
-from stretto.loop.recovery import START, Recovery, check_start
+from stretto.loop.recovery import BASE, START, Recovery, check_start
 from stretto.loop.trainer_link import TrainerLink
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.processes.spawn import FRESH, Spawner
@@ -329,7 +329,7 @@ def _complete_ledger(folder: RunFolder, target: Path, repeated: Sequence[_Repeat
                 copy.execute(
                     "UPDATE steps SET published_version = ?, metrics = ? WHERE step = ?", update_columns(one.update)
                 )
-            of_the_run = (RECIPE, START, TOTALS, SELECTION, JUDGED, SPAN_AXIS)  # facts that hold for the run only
+            of_the_run = (RECIPE, START, BASE, TOTALS, SELECTION, JUDGED, SPAN_AXIS)  # facts that hold for the run only
             copy.executemany("DELETE FROM meta WHERE name = ?", [(name,) for name in of_the_run])
             copy.execute("DELETE FROM events WHERE name = ?", (CHANGED,))
             totals = msgspec.json.encode(_totals(folder, repeated)).decode()

@@ -60,6 +60,7 @@ from stretto.store.ledger.ledger import Ledger, put_fact
 from stretto.store.ledger.schema import page_for
 from stretto.store.run_folder import RunFolder, library_versions, machine
 from stretto.store.series.metrics import EvaluationLine, StepMetrics, iterate_metrics, read_evaluations
+from stretto.store.totals import TOTALS, Totals
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import learning_rate
 from stretto.weights.folder import SHARED
@@ -355,6 +356,7 @@ def _fill(folder: RunFolder, plan: Plan) -> None:
         ledger.put(_MODEL, model_fingerprint(plan))
         ledger.put(DATA, DataRecord.of(plan))
         with_stops_on_record(plan, ledger)
+        ledger.put(TOTALS, Totals(max_staleness=rollout.staleness_bounds[1]))  # readers see the bound at once
     write_questions(folder, plan)
     folder.write("versions.json", _json(library_versions()))
     folder.write("machine.json", _json(machine()))
