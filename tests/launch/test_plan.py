@@ -28,7 +28,9 @@ from stretto.launch.train import fitting
 from stretto.model.hf.build import build_policy
 from stretto.model.hf.folder import inspect_model_folder
 from stretto.model.hf.tokenizer import load_tokenizer
+from stretto.rollout.questions import Question
 from stretto_app.extensions.preflight.estimates import estimate_disk, estimate_memory, warnings
+from stretto_app.extensions.preflight.notes import _template_notes
 from tests.tiny_policy import EXPERTS, SMALL, make_of_family
 
 pytestmark = pytest.mark.usefixtures("untried")
@@ -148,7 +150,13 @@ def test_texts_are_asked_by_the_chat_template_if_the_task_says(plan_for: Planner
     assert not any("chat template" in warning for warning in warnings(silent, NEW))
     assert asked(system_prompt="11")[0] == "+11+3+8="
     rows = {"kind": "jsonl", "file": str(tmp_path / "rows.jsonl"), "held_out": 1, "chat_template": "auto"}
-    assert tokenizer.decode(plan_for(task=rows).training[0].token_ids) == "3+8="  # by a tokenizer that has none
+    bare = plan_for(task=rows)  # by a tokenizer that has none
+    assert tokenizer.decode(bare.training[0].token_ids) == "3+8="
+    alone = 'chat_template is "auto", and the tokenizer has no chat template: the model gets plain texts as they stand'
+    assert [one for one in warnings(bare, NEW) if "chat" in one] == [alone]
+    of_gym = ({"role": "system", "content": "Say a number."}, {"role": "user", "content": "3+8="})
+    row = Question("1", "3+8=", "11", as_chat=of_gym)
+    assert _template_notes([row], bare.tokenizer) == [f"{alone}, without their system prompt"]
     assert "has no chat template" in message(plan_for, FOUR, task=rows | {"system_prompt": "11"})
 
 

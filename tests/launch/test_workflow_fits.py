@@ -14,6 +14,7 @@ from stretto.model.hf.tokenizer import Tokenizer, load_tokenizer
 from stretto.rollout.workflow import WorkflowReady
 from stretto_workflows.conversation import Conversation, Workflow
 from stretto_workflows.loading import BUILT_IN, load_workflow, needs_of
+from stretto_workflows.rendering import TemplateRendering
 from stretto_workflows.run import check_workflow_fits
 from stretto_workflows.task import WorkflowTask
 from tests.gateway.serving import tokenizer_of
@@ -79,6 +80,13 @@ def test_tools_need_prompts_that_are_chats() -> None:
     assert found.endswith("and the prompt at rows.jsonl:1 is plain text")
 
 
+def test_a_first_turn_takes_the_tokens_of_a_prompt_as_they_are_unless_it_has_tools() -> None:
+    cut, asked, tool = (17, 10), [{"role": "user", "content": "3+8="}], {"name": "add", "parameters": {}}
+    rendering = TemplateRendering(CHATS)
+    assert rendering.prompt(asked, 1, cut, ())[0] == cut
+    assert len(rendering.prompt(asked, 1, cut, [tool])[0]) > len(cut)
+
+
 class Wrong:
     """Says nothing that can be encoded."""
 
@@ -111,6 +119,11 @@ def test_a_plan_refuses_it(digits: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'truncate', and 'tools' tells the model its tools by") as caught:
         make_plan(validate(tree, "recipe.toml"))
     assert [problem.place for problem in caught.value.problems] == ["task.long_prompts"]
+    tree["workflow"] = {"function": "user_simulator"}
+    with pytest.raises(UserError, match=r"two sides, .* and the tokenizer in .* has none") as caught:
+        make_plan(validate(tree, "recipe.toml"))
+    assert "task.long_prompts" not in [problem.place for problem in caught.value.problems], "needs no whole prompt"
+    tree["workflow"] = {"function": "tools"}
     with pytest.raises(UserError) as caught:  # a run that began so goes on
         make_plan(validate(tree, "recipe.toml"), has_policy=True)
     assert "task.long_prompts" not in [problem.place for problem in caught.value.problems]

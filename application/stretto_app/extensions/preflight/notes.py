@@ -19,7 +19,7 @@ from stretto_app.extensions.preflight.trial import try_reward
 
 def first_notes(recipe: Recipe, questions: Questions, tokenizer: Tokenizer) -> list[str]:
     """Return warnings, if any, about the tokenizer's chat template and about workflows that wait for each other."""
-    return [*_unused_template(questions.training, tokenizer), *_workflow_notes(recipe, tokenizer)]
+    return [*_template_notes(questions.training, tokenizer), *_workflow_notes(recipe, tokenizer)]
 
 
 def last_notes(recipe: Recipe, questions: Questions, sets: Sequence[Question], *, tried: bool) -> list[str]:
@@ -139,8 +139,18 @@ def _waiting_workflows(rollout: RolloutConfig, workflow: WorkflowConfig | AgentC
     ]
 
 
-def _unused_template(questions: Sequence[Question], tokenizer: Tokenizer) -> list[str]:
-    plain = [row for row in questions if row.place and not row.messages and not row.as_chat]
-    if not plain or not tokenizer.has_chat_template:
+def _template_notes(questions: Sequence[Question], tokenizer: Tokenizer) -> list[str]:
+    """Return one warning if the tokenizer has a chat template that plain texts do not use, or lacks one that they
+    should; else an empty list."""
+    if tokenizer.has_chat_template:
+        plain = any(row.place and not row.messages and not row.as_chat for row in questions)
+        unused = (
+            'the tokenizer has a chat template, which is applied to plain texts only with task.chat_template="auto"'
+        )
+        return [unused] if plain else []
+    chats = [row for row in questions if row.as_chat and not row.messages]
+    if not chats:
         return []
-    return ['the tokenizer has a chat template, which is applied to plain texts only with task.chat_template="auto"']
+    told = any(message["role"] == "system" for row in chats for message in row.as_chat)
+    alone = f"as they stand{', without their system prompt' if told else ''}"
+    return [f'chat_template is "auto", and the tokenizer has no chat template: the model gets plain texts {alone}']

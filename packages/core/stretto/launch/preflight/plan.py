@@ -129,7 +129,7 @@ class Plan(Outline):
 
 
 _WORKFLOWS = "stretto_workflows.run"
-_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")  # in the text of an object, such as an image: another in each process
+_BY_TOKENS = ("user_simulator",)  # needs a chat template, but its first turn takes the prompt's tokens as they are
 _NO_DEMONSTRATIONS = Problem(
     "[warm_start]", "the task has no demonstrations", "add them to the data, or remove the section"
 )
@@ -250,7 +250,8 @@ def _parts(recipe: Recipe, mistakes: Mistakes, *, dry: bool) -> tuple[list[str],
 
 def _check_not_cut(task: object, workflow: str, needs: WorkflowReady) -> None:
     """Raise RecipeError if the task truncates prompts that the workflow renders whole, by the chat template."""
-    if (why := needs.needs_chat_template) and isinstance(task, DatasetTask) and task.long_prompts == "truncate":
+    why = needs.needs_chat_template if workflow not in _BY_TOKENS else ""
+    if why and isinstance(task, DatasetTask) and task.long_prompts == "truncate":
         remedy = 'choose "drop" or "refuse": the template renders each prompt whole'
         raise RecipeError([Problem("task.long_prompts", f"'truncate', and {workflow!r} {why}", remedy)])
 
