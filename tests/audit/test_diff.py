@@ -1,5 +1,6 @@
 """`stretto diff`: two runs are called equal in what was compared, and in nothing else."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,6 +9,7 @@ from sqlite3 import Connection
 
 import pytest
 
+from stretto.store import lock
 from stretto.store.ledger.schema import reading
 from stretto_report.audit.diff import diff_runs
 from stretto_report.reading.policies import weight_files
@@ -42,19 +44,27 @@ def test_runs_that_kept_no_policy_are_not_told_to_have_the_same(runs: tuple[Path
     assert str(parting).endswith("; no version's weights could be compared")
 
 
-def test_a_run_that_takes_a_step_while_it_is_compared_is_compared_up_to_there(
-    runs: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("runs_now", [True, False])
+def test_a_run_that_takes_a_step_while_it_is_compared_is_compared_up_to_there_or_again(
+    runs: tuple[Path, Path], runs_now: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A ledger at rest is read without locks, so a run that begins meanwhile may have been read in part."""
+    ledgers = [folder / "ledger.sqlite" for folder in runs]
+
     @contextmanager
     def reading_before_a_step(ledger: Path) -> Iterator[Connection]:
         with reading(ledger) as connection:
             yield connection
-        with ledger_at(ledger) as writer:
-            trained(writer, Make.batch(3, Make.group("0.3.0", Make.trajectory("0.3.0"))))
+        if ledger in ledgers:
+            with ledger_at(ledgers.pop(ledgers.index(ledger))) as writer:
+                trained(writer, Make.batch(3, Make.group("0.3.0", Make.trajectory("0.3.0"))))
 
+    held = [lock.acquire(folder) for folder in runs if runs_now]
     monkeypatch.setattr("stretto_report.audit.diff.reading", reading_before_a_step)
     parting = diff_runs(*runs)
-    assert (parting.step, parting.fields) == (2, ())
+    assert (parting.step, parting.fields) == (2 if runs_now else 3, ())
+    for one in held:
+        os.close(one)
 
 
 def test_the_versions_whose_weights_were_compared_are_named(runs: tuple[Path, Path]) -> None:

@@ -20,9 +20,11 @@ from stretto.core.canary import CANARY, CanaryRecord, Proof
 from stretto.core.errors import RunFolderError, StoreError
 from stretto.core.records import Outcome, State, Verdict
 from stretto.store.inspection import WeightsSummary
+from stretto.store.ledger.reading import read_batches
 from stretto.store.ledger.schema import PAGE, once_at_rest, reading
 from stretto.store.run_folder import RunFolder
 from stretto.store.totals import CATEGORIES, ENGINES, TOTALS, Carried, Membership, Totals
+from stretto_report.reading import export
 from stretto_report.reading.export import export_run, read_trajectories
 from stretto_report.reading.inspection import inspect_run
 from tests.store.make import Make, buffered, ledger_at, run_at, sql
@@ -278,6 +280,29 @@ def test_a_run_that_begins_to_write_while_its_ledger_is_read_is_read_again(tmp_p
     beginning.append("9.3.0")
     assert once_at_rest(folder.ledger, read) == 6
     assert found == [3, 4, 6]
+
+
+def test_no_reader_takes_a_part_for_the_whole_when_a_run_begins_to_write_meanwhile(
+    tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_run(tmp_path / "run", make)
+    folder = RunFolder.open(tmp_path / "run")
+
+    def resume(step: int) -> None:
+        group = make.group(f"1.{step}.0", make.trajectory(f"1.{step}.0", 0, versions=(2, 2)))
+        with RunFolder.resume(folder.path), ledger_at(folder.ledger) as ledger:
+            buffered(ledger, group)
+            ledger.commit_batch(make.batch(step, group, version=3))
+            ledger.record_update(make.update(step))
+
+    with pytest.raises(StoreError, match="began to write while it was read: try again"), reading(folder.ledger):
+        resume(3)
+    monkeypatch.setattr(export, "_PORTION", 1)
+    rows, batches = read_trajectories(folder.path), read_batches(folder.ledger, 0, 3)
+    first, step = next(rows), next(batches)
+    resume(4)
+    assert [first, *rows] == [*read_trajectories(folder.path)]
+    assert [step, *batches] == [*read_batches(folder.ledger, 0, 3)]
 
 
 def test_an_export_that_cannot_be_written_is_refused_and_leaves_nothing(tmp_path: Path, make: Make) -> None:

@@ -42,7 +42,7 @@ from stretto.store.files import write_atomically
 from stretto.store.inspection import CHANGED
 from stretto.store.ledger.reading import last_step, read_batches, read_fact
 from stretto.store.ledger.rows import update_columns
-from stretto.store.ledger.schema import open_for_reading
+from stretto.store.ledger.schema import once_at_rest, open_for_reading
 from stretto.store.ledger.seals import seal
 from stretto.store.run_folder import BRANCHES, CHANGEABLE, ORIGIN, Branch, RunFolder
 from stretto.store.selection import SELECTION
@@ -311,13 +311,17 @@ def _record(folder: RunFolder, target: Path, recipe: Recipe, branch: Branch, rep
 
 def _copy_ledger(folder: RunFolder, target: Path) -> int:
     """Copy the run's ledger to the file `target`, and return its last step. Raises StoreError if SQLite cannot."""
-    try:
-        with closing(open_for_reading(folder.ledger)) as source, closing(sqlite3.connect(target)) as copy:
-            source.backup(copy)
-            last: int = copy.execute("SELECT max(step) FROM steps").fetchone()[0]
-            return last
-    except sqlite3.Error as error:
-        raise StoreError(f"{target.parent}: the ledger cannot be copied: {error}") from error
+
+    def copied() -> int:
+        try:
+            with closing(open_for_reading(folder.ledger)) as source, closing(sqlite3.connect(target)) as copy:
+                source.backup(copy)
+                last: int = copy.execute("SELECT max(step) FROM steps").fetchone()[0]
+                return last
+        except sqlite3.Error as error:
+            raise StoreError(f"{target.parent}: the ledger cannot be copied: {error}") from error
+
+    return once_at_rest(folder.ledger, copied)
 
 
 def _complete_ledger(folder: RunFolder, target: Path, repeated: Sequence[_Repeated]) -> None:

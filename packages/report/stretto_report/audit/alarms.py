@@ -28,7 +28,7 @@ from stretto.core.canary import AGREEING, agreeing, coarser, routes
 from stretto.core.errors import StoreError, several
 from stretto.core.records import Record
 from stretto.store import lock
-from stretto.store.ledger.schema import reading
+from stretto.store.ledger.schema import once_at_rest, reading
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineFollower
 from stretto.store.series.metrics import METRICS, EvaluationLine, StepMetrics
@@ -427,8 +427,14 @@ def number_of(recipe: Mapping[str, Any], section: str, key: str) -> float | None
 
 def filtered_of(folder: Path, many: float) -> tuple[int, str]:
     """Return `Evidence.filtered` of the run in `folder`; (0, "") if its ledger cannot be read."""
-    with suppress(OSError, StoreError), reading(RunFolder(folder).ledger) as connection:
-        return filtered_in(connection, many)
+    ledger = RunFolder(folder).ledger
+
+    def read() -> tuple[int, str]:
+        with reading(ledger) as connection:
+            return filtered_in(connection, many)
+
+    with suppress(OSError, StoreError):
+        return once_at_rest(ledger, read)
     return 0, ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import msgspec
 from stretto.core.errors import several
 from stretto.core.records import Batch, Record, Trajectory
 from stretto.store.ledger.reading import read_batches
-from stretto.store.ledger.schema import reading
+from stretto.store.ledger.schema import once_at_rest, reading
 from stretto.store.run_folder import RunFolder
 from stretto_report.reading.policies import same_weights
 
@@ -64,13 +65,17 @@ class _Step(Record, frozen=True):
 
 
 def _steps(folder: RunFolder) -> Iterator[_Step]:
-    with reading(folder.ledger) as connection:
-        metrics = dict(connection.execute("SELECT step, metrics FROM steps").fetchall())
+    metrics = once_at_rest(folder.ledger, partial(_metrics, folder.ledger))
     for batch in read_batches(folder.ledger, 0, max(metrics, default=0)):  # a run may take another step meanwhile
         text = metrics[batch.step]
         found = msgspec.json.decode(text, type=dict[str, float | None]) if text else {}
         kept = {name: value for name, value in found.items() if not name.startswith(_TIMES)}
         yield _Step(batch=batch, metrics=kept)
+
+
+def _metrics(ledger: Path) -> dict[int, str | None]:
+    with reading(ledger) as connection:
+        return dict(connection.execute("SELECT step, metrics FROM steps").fetchall())
 
 
 def _differences(one: _Step, other: _Step) -> Iterator[str]:

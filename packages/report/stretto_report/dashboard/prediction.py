@@ -16,7 +16,7 @@ from stretto.core.errors import UNREADABLE, Problem, RunFolderError, several
 from stretto.core.records import Record
 from stretto.store.inspection import Inspection
 from stretto.store.ledger.reading import fact
-from stretto.store.ledger.schema import reading
+from stretto.store.ledger.schema import once_at_rest, reading
 from stretto.store.run_folder import Machine, RunFolder
 from stretto.store.totals import TOTALS, Totals, in_proportion
 from stretto_report.reading.inspection import inspection_of
@@ -88,8 +88,12 @@ def run_digest(path: str | Path) -> str:
     """Return the `settings_digest` of the run in the folder `path`, of the recipe in its ledger or else in its folder.
     Raises RunFolderError if there is no run, and StoreError if the ledger cannot be read."""
     folder = RunFolder.open(path)
-    with reading(folder.ledger) as connection:
-        text = fact(connection, RECIPE, str)
+
+    def read() -> str | None:
+        with reading(folder.ledger) as connection:
+            return fact(connection, RECIPE, str)
+
+    text = once_at_rest(folder.ledger, read)
     return settings_digest(tomllib.loads(text or folder.recipe.read_text(encoding="utf-8")))
 
 
@@ -116,9 +120,12 @@ def predicted_beside_measured(path: str | Path, file: Path | None = None) -> Pre
 def terms_of_run(folder: RunFolder) -> dict[str, float] | None:
     """Return the measured terms of a run so far (`measured_terms`); None before the first timed step. Raises StoreError
     if the ledger cannot be read."""
-    with reading(folder.ledger) as connection:
-        totals = fact(connection, TOTALS, Totals)
-        inspection = inspection_of(connection)
+
+    def read() -> tuple[Totals | None, Inspection]:
+        with reading(folder.ledger) as connection:
+            return fact(connection, TOTALS, Totals), inspection_of(connection)
+
+    totals, inspection = once_at_rest(folder.ledger, read)
     if totals is None or not inspection.steps or inspection.rl_seconds <= 0:  # a resume has recorded its first step
         return None
     return measured_terms(inspection, totals)

@@ -10,6 +10,7 @@ import gzip
 import sqlite3
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, BinaryIO
@@ -19,7 +20,7 @@ import msgspec
 from stretto.core.errors import StoreError
 from stretto.store.files import users_file
 from stretto.store.ledger.reading import read_fact
-from stretto.store.ledger.schema import reading
+from stretto.store.ledger.schema import once_at_rest, reading
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import StepMetrics, iterate_metrics
 from stretto.store.totals import ENGINES, Membership
@@ -91,12 +92,16 @@ def _collect(folder: RunFolder, table: sqlite3.Connection) -> None:
         "INSERT INTO moments SELECT until, 'version ' || version || ' published', 'i', '' FROM spans"
         " WHERE name = 'write' OR (name = 'publish' AND NOT EXISTS (SELECT 1 FROM spans WHERE name = 'write'))"
     )
-    with reading(folder.ledger) as connection:
-        behind = [at - taken[step] for step, at in connection.execute(_COMMITTED) if step in taken]
-        if behind:  # offset from Unix time to the spans' clock
-            offset = median(behind)
-            events = ((at - offset, name, "i", detail) for at, name, detail in connection.execute(_EVENTS))
-            table.executemany("INSERT INTO moments VALUES (?, ?, ?, ?)", events)
+    committed, events = once_at_rest(folder.ledger, partial(_of_ledger, folder.ledger))
+    if behind := [at - taken[step] for step, at in committed if step in taken]:
+        offset = median(behind)  # from Unix time to the spans' clock
+        rows = ((at - offset, name, "i", detail) for at, name, detail in events)
+        table.executemany("INSERT INTO moments VALUES (?, ?, ?, ?)", rows)
+
+
+def _of_ledger(ledger: Path) -> tuple[list[Any], list[Any]]:
+    with reading(ledger) as connection:
+        return connection.execute(_COMMITTED).fetchall(), connection.execute(_EVENTS).fetchall()
 
 
 def _counters(line: StepMetrics) -> dict[str, dict[str, float]]:

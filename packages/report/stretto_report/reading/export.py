@@ -15,7 +15,7 @@ from stretto.core.errors import Problem, RunFolderError, nearest
 from stretto.core.records import Record, Segment
 from stretto.store.files import users_file
 from stretto.store.ledger.rows import Payload, decode_payload
-from stretto.store.ledger.schema import reading
+from stretto.store.ledger.schema import at_rest, reading_on
 from stretto.store.ledger.seals import check_rows
 from stretto.store.run_folder import ExportedQuestion, RunFolder
 from stretto.store.series.lines import iterate_lines
@@ -125,15 +125,26 @@ def read_trajectories(path: str | Path) -> Iterator[ExportedTrajectory]:
         StoreError: the ledger cannot be read, or is damaged; a trajectory's damaged tokens are found when it is read.
     """
     folder = RunFolder.open(path)
-    with _questions(folder.questions) as question_of, reading(folder.ledger) as connection:
-        check_rows(connection, folder.ledger)
-        connection.execute("COMMIT")
-        key = -1
-        while portion := _portion(connection, key):
-            key = portion[-1][0]
+    with _questions(folder.questions) as question_of:
+        for portion in _portions(folder.ledger):
             for _, *row in portion:
                 columns = dict(zip(_NAMES, row, strict=True))
                 yield _exported(columns, question_of(columns["prompt_id"]))
+
+
+def _portions(ledger: Path) -> Iterator[list[tuple[Any, ...]]]:
+    """Yield all rows of the ledger, some at a time. If a run begins to write, it is opened again, and read on behind
+    the last row."""
+    key, is_whole = -1, False
+    while not is_whole:
+        resting = at_rest(ledger)
+        with reading_on(ledger) as connection:
+            check_rows(connection, ledger)
+            connection.execute("COMMIT")
+            while (portion := _portion(connection, key)) and (not resting or resting == at_rest(ledger)):
+                key = portion[-1][0]
+                yield portion
+            is_whole = not portion and (not resting or resting == at_rest(ledger))
 
 
 def _portion(connection: sqlite3.Connection, key: int) -> list[tuple[Any, ...]]:

@@ -14,7 +14,7 @@ from stretto.core.errors import StoreError
 from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory, Verdict, trajectory_id
 from stretto.store.ledger.partials import UnfinishedMember, read_member
 from stretto.store.ledger.rows import BatchMember, decode_payload, oldest_unfinished
-from stretto.store.ledger.schema import once_at_rest, reading
+from stretto.store.ledger.schema import once_at_rest, reading, reading_on
 from stretto.store.ledger.seals import META, Value, batch_seal, check, find_fact, format_of_step, seal
 from stretto.store.totals import OnRecord
 
@@ -64,18 +64,27 @@ def read_batches(path: Path, after: int, until: int) -> Iterator[Batch]:
     Raises:
         StoreError: a step or a payload (``store.keep_payloads``) is missing, or the file is damaged.
     """
-    with reading(path) as connection:
-        (ledger_format,) = connection.execute("PRAGMA user_version").fetchone()
-        rows = connection.execute(_STEPS, (after, until)).fetchall()
-        if (found := [row[0] for row in rows]) != list(range(after + 1, until + 1)):
-            raise StoreError(f"{path}: steps {after + 1} to {until} are wanted, on record are {found}")
-        for step, version, oldest_trainable, batch, sealed in rows:
-            placed = _membership(batch)
-            groups = tuple(_trained(path, connection, one.group, one.members) for one in placed)
-            own = {one.group: one.oldest_trainable for one in placed if one.oldest_trainable is not None}
-            read = Batch(step, version, groups, oldest_trainable, own)
-            check(sealed, batch_seal(read, format_of_step(sealed, ledger_format)), f"{path}: the batch of step {step}")
-            yield read
+    wanted = True
+    while wanted:  # again behind the last batch, which its seal has proven, if a run began to write meanwhile
+        with reading_on(path) as connection:
+            for read in _batches(path, connection, after, until):
+                yield read
+                after = read.step
+            wanted = False
+
+
+def _batches(path: Path, connection: sqlite3.Connection, after: int, until: int) -> Iterator[Batch]:
+    (ledger_format,) = connection.execute("PRAGMA user_version").fetchone()
+    rows = connection.execute(_STEPS, (after, until)).fetchall()
+    if (found := [row[0] for row in rows]) != list(range(after + 1, until + 1)):
+        raise StoreError(f"{path}: steps {after + 1} to {until} are wanted, on record are {found}")
+    for step, version, oldest_trainable, batch, sealed in rows:
+        placed = _membership(batch)
+        groups = tuple(_trained(path, connection, one.group, one.members) for one in placed)
+        own = {one.group: one.oldest_trainable for one in placed if one.oldest_trainable is not None}
+        read = Batch(step, version, groups, oldest_trainable, own)
+        check(sealed, batch_seal(read, format_of_step(sealed, ledger_format)), f"{path}: the batch of step {step}")
+        yield read
 
 
 def read_unfinished(path: Path) -> list[UnfinishedGroup]:
@@ -85,13 +94,17 @@ def read_unfinished(path: Path) -> list[UnfinishedGroup]:
     Raises:
         StoreError: the payload of a buffered trajectory is missing, or the file is missing or damaged.
     """
-    with reading(path) as connection:
-        (ledger_format,) = connection.execute("PRAGMA user_version").fetchone()
-        facts = connection.execute(META).fetchall()
-        rows = connection.execute(_LIVE, (oldest_unfinished(facts, path),)).fetchall()
-        groups = groupby(rows, key=lambda row: row[0])
-        changes = find_fact(facts, path, BOUNDS, list[BoundChange]) or []
-        return [_unfinished(path, connection, list(group), ledger_format, changes) for _, group in groups]
+
+    def read() -> list[UnfinishedGroup]:
+        with reading(path) as connection:
+            (ledger_format,) = connection.execute("PRAGMA user_version").fetchone()
+            facts = connection.execute(META).fetchall()
+            rows = connection.execute(_LIVE, (oldest_unfinished(facts, path),)).fetchall()
+            groups = groupby(rows, key=lambda row: row[0])
+            changes = find_fact(facts, path, BOUNDS, list[BoundChange]) or []
+            return [_unfinished(path, connection, list(group), ledger_format, changes) for _, group in groups]
+
+    return once_at_rest(path, read)
 
 
 def tokens_on_record(connection: sqlite3.Connection) -> OnRecord:

@@ -313,39 +313,52 @@ def reading(path: Path, patience: float = _PATIENCE) -> Iterator[sqlite3.Connect
 
     Raises:
         StoreError: as `open_for_reading`; or the block raised an error of SQLite, ValueError, TypeError or
-            AssertionError, as reading a damaged value does. If a run began to write meanwhile, the error says so:
-            what is not damaged may have been read torn.
+            AssertionError, as reading a damaged value does. Also at the end of the block, if a run began to write
+            meanwhile: what is not damaged may have been read torn, or in part.
     """
-    resting = _at_rest(path)
+    resting = at_rest(path)
     try:
         with closing(open_for_reading(path, patience)) as connection:
             yield connection
     # A damaged page yields values of unexpected types, and text that is not UTF-8.
     except (StoreError, sqlite3.Error, ValueError, TypeError, AssertionError, *UNREADABLE) as error:
-        if resting and resting != _at_rest(path):
-            raise _Began(f"{path}: a run began to write while it was read: try again") from error
+        if resting and resting != at_rest(path):
+            raise _Began(_BEGAN.format(path)) from error
         if isinstance(error, StoreError):
             raise
         raise StoreError(f"{path}: cannot be read: {error}") from error
+    if resting and resting != at_rest(path):
+        raise _Began(_BEGAN.format(path))
+
+
+@contextmanager
+def reading_on(path: Path) -> Iterator[sqlite3.Connection]:
+    """Context manager: as `reading`, but the block ends without an error if a run began to write meanwhile. A caller
+    that has not come to its end opens the ledger again."""
+    with suppress(_Began), reading(path) as connection:
+        yield connection
 
 
 class _Began(StoreError):
     """A run began to write while a ledger at rest was read."""
 
 
+_BEGAN = "{}: a run began to write while it was read: try again"
+
+
 def once_at_rest(path: Path, read: Callable[[], Read]) -> Read:
-    """Result of `read`, which reads the ledger at `path` by `reading`. It is called again if a run began to write
-    meanwhile: a ledger to which no run writes is read without locks, so what was read may be of two times."""
+    """Result of `read`, which reads the ledger at `path`. It is called again if a run began to write meanwhile: a
+    ledger to which no run writes is read without locks, so what was read may be of two times."""
     for _ in range(_BEGINNINGS):
-        resting = _at_rest(path)
+        resting = at_rest(path)
         with suppress(_Began):
             found = read()
-            if not resting or resting == _at_rest(path):
+            if not resting or resting == at_rest(path):
                 return found
     return read()
 
 
-def _at_rest(path: Path) -> tuple[int, int] | None:
+def at_rest(path: Path) -> tuple[int, int] | None:
     """Time and size of the ledger at `path` if it is read without locks (`_address`), since no run writes to it; None
     if one does, its log is not empty, or there is no file."""
     try:

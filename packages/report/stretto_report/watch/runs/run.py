@@ -18,6 +18,7 @@ from stretto.core.records import Record, State
 from stretto.store.ending import ENDING, Condition, Ending, branch_of
 from stretto.store.inspection import Inspection
 from stretto.store.ledger.reading import fact
+from stretto.store.ledger.schema import once_at_rest
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
@@ -238,7 +239,7 @@ class WatchedRun:
         if time.monotonic() < self._again:
             return None
         try:
-            found = read()
+            found = once_at_rest(self.folder / LEDGER, read)
         except (StoreError, *UNREADABLE) as error:
             self.faults[LEDGER] = self.told(error)
             self._again = time.monotonic() + _PAUSE_SECONDS
