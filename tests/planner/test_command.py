@@ -21,7 +21,9 @@ from stretto.store.run_folder import RunFolder
 from stretto_app.extensions.commands.machine_choice import PlanChoice
 from stretto_app.extensions.commands.plan import as_json, job_of, plan_recipe, rank_share, table
 from stretto_app.extensions.commands.plan_picture import draw
+from stretto_foresight.planner import predict
 from stretto_foresight.planner.machine import machine_of
+from stretto_foresight.planner.predict import RunPlan
 
 ROOT = Path(__file__).parents[2]
 GPUS = ROOT / "recipes" / "sglang_8gpu.toml"
@@ -59,6 +61,36 @@ def test_what_is_assumed_is_said() -> None:
     assert job.lengths.mean < 2048 / 3
     assert "log-normal with a mean of 683 tokens is assumed" in said[0]
     assert (job.shape.heads, job.shape.kv_heads, job.shape.parameters) == (28, 4, 7_615_616_512)
+
+
+PACES = """
+import time
+
+class Paces:
+    def __init__(self, *, calls: int):
+        self.left = calls
+
+    def opens(self, may_start, in_flight):
+        self.left -= 1
+        until = time.monotonic() + 3
+        while not self.left and time.monotonic() < until:
+            pass
+        return may_start
+"""
+
+
+def test_a_pacing_that_does_not_return_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "endless.py").write_text(PACES)
+    monkeypatch.setattr(predict, "_PACED", 0.5)
+    choice = PlanChoice("h100", gpus=8, nodes=1, network="400gbit", lengths="lognormal:mean=200,sigma=0.5")
+
+    def planned(calls: int) -> RunPlan:
+        own = (f"path={tmp_path}", f"rollout.pacing={{kind='endless:Paces', calls={calls}}}")
+        return plan_recipe(GPUS, [*SMALL, *own], choice, print)
+
+    assert planned(1_000_000).layouts == plan_recipe(GPUS, SMALL, choice, print).layouts
+    with pytest.raises(UserError, match=r"rollout\.pacing: 'endless:Paces' has not returned from a call in 0\.5 s"):
+        planned(40)
 
 
 def test_the_lengths_of_a_warm_start_are_those_of_its_demonstrations() -> None:

@@ -6,15 +6,19 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import msgspec
 
-from stretto.core.errors import RecipeError
+from stretto.core.errors import Problem, RecipeError
 from stretto.core.events import Span
 from stretto.core.records import Record
-from stretto.rollout.pacing import pacing_of
+from stretto.core.tasks import in_daemon_thread
+from stretto.doors.loading import is_own
+from stretto.rollout.config import PACINGS
+from stretto.rollout.pacing import Pacing, pacing_of
 from stretto_foresight.planner.costs import Costs, Job, Layout
 from stretto_foresight.planner.layouts import candidate, candidates, fitting_own_layout
 from stretto_foresight.planner.lengths import Lengths
@@ -29,6 +33,7 @@ _STEPS = 9  # least steps of a simulation
 _ROUNDS = 3  # iterations to find how much roles that share cores slow each other down
 _SIMULATED = 6  # most candidates that are simulated
 _PATIENCE = 30.0  # CPU seconds after which no simulation starts, and the current one ends early
+_PACED, _POLL = 10.0, 0.5  # seconds for a call of a user's pacing, and between two looks at it
 _DRAWN = 4  # training steps shown in a timeline
 _SEED = 1  # of the lengths in a simulation
 _BUSY = 0.9  # busy share of a role from which it counts as the bottleneck
@@ -302,19 +307,47 @@ def _simulated(job: Job, costs: Costs, grain: int, steps: int, warm: int, over: 
     )
     config = rollout.model_copy(update={"filter": "none", "success_rate_min": 0.0, "success_rate_max": 1.0})
     lengths = Grained(job.lengths, grain)
-    run = SimulatedRun(
-        config,
-        lengths,
-        steps,
-        _SEED,
-        durations=costs,
-        limits=limits,
-        pacing=pacing_of(rollout, job.in_rounds),
-        warm=warm,
-        judges=job.reward_workers,
-    )
-    run.run(over)
-    return run
+
+    def simulated(timed: Callable[[Pacing], Pacing]) -> SimulatedRun:
+        run = SimulatedRun(
+            config,
+            lengths,
+            steps,
+            _SEED,
+            durations=costs,
+            limits=limits,
+            pacing=timed(pacing_of(rollout, job.in_rounds)),
+            warm=warm,
+            judges=job.reward_workers,
+        )
+        run.run(over)
+        return run
+
+    name = rollout.pacing if isinstance(rollout.pacing, str) else rollout.pacing.kind
+    return _timed(name, simulated) if is_own(name) else simulated(lambda pacing: pacing)
+
+
+def _timed(name: str, simulate: Callable[[Callable[[Pacing], Pacing]], SimulatedRun]) -> SimulatedRun:
+    """Call `simulate` in a thread of its own, with a function that times each call of the user's pacing `name`. Raises
+    RecipeError once one takes more than 10 seconds; the thread is abandoned."""
+    began = [time.monotonic()]  # when the pacing was last made or called; empty while the simulation goes on
+
+    def timed(pacing: Pacing) -> Pacing:
+        def opens(may_start: bool, in_flight: int) -> bool:
+            began[:] = [time.monotonic()]
+            found = pacing(may_start, in_flight)
+            began.clear()
+            return found
+
+        began.clear()
+        return opens
+
+    work = in_daemon_thread(lambda: simulate(timed), "simulation")
+    while not wait([work], _POLL).done:
+        if time.monotonic() - max(began, default=math.inf) > _PACED:
+            found, limit = f"{name!r} has not returned from a call in {_PACED:g} s", "it is called for each group"
+            raise RecipeError([Problem(PACINGS.key, found, limit)])
+    return work.result()
 
 
 def _sharing_cores(costs: Costs, report: SimulationReport) -> Costs:
