@@ -175,8 +175,10 @@ class FolderLedger(_AnyThread):
     RunFolderError. A read or write of the file raises StoreError if it is damaged, gone or cannot be written. A kill
     loses no batch that was taken and no group that was finished. If an engine has this ledger
     (`Engine.load(..., ledger=...)`) and samples the scheduler's tickets, a kill loses only the tokens of the last one
-    or two seconds. Other completions in flight are sampled again from their first token. The file is not synced to
-    disk: a loss of power may take the newest changes, batches that were taken too.
+    or two seconds. Other completions in flight are sampled again from their first token.
+
+    Only `sync` forces the file to disk: a loss of power may take all changes since then, batches that were taken too.
+    A checkpoint that is newer than the batches that are left is refused, so call `sync` before `Trainer.save`.
     """
 
     def __init__(self, folder: str | Path, **settings: Any) -> None:
