@@ -109,6 +109,8 @@ def test_every_argument_of_a_wrong_kind_is_told_by_its_name(
         ({"seeds": [1], "n": 3}, "seeds: beside n or seed"),
         ({"seeds": [1], "seed": 3}, "seeds: beside n or seed"),
         ({"n": 10**9}, "n: 1000000000; give a whole number of at least 1 and at most 65536"),
+        ({"seed": 10**5000}, "seed: an integer of thousands of digits; give a whole number of at most 2,000 digits"),
+        ({"seeds": [10**5000]}, "seeds: a list with an integer of thousands of digits; give a list of whole numbers"),
     ],
 )
 def test_a_setting_of_sampling_that_would_do_nothing_is_refused(

@@ -38,6 +38,8 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([TOLD], "ppo", {}, r'data\[0\].logprobs: is missing; the loss "ppo" needs it: those that the engine gave'),
         ([stretto.Datum((2,), (3,), (float("nan"),))], None, {}, r"data\[0\].weights: nan; finite numbers are needed"),
         ([stretto.Datum((2,), (3,), (10**400,))], None, {}, r"data\[0\].weights: 10*; finite numbers are needed"),
+        ([stretto.Datum((2,), (3,), (10**5000,))], None, {}, r"weights: an integer of thousands of digits; finite num"),
+        ([stretto.Datum((10**5000,), (3,))], None, {}, r"token_ids: token an integer of thousands of digits is not in"),
         ([stretto.Datum((2, 3), ((3, 4), (5,)))], None, {},
          r"data\[0\].targets: \(5,\); a number for each position, or for each a row of K of them"),
         ([stretto.Datum((2,), ((3, 99),))], None, {}, r"data\[0\].targets: token 99 is not in this model's vocabulary"),
@@ -69,7 +71,7 @@ def trainer(folder: Path) -> stretto.Trainer:
         ([TOLD], lambda *_: torch.zeros((), requires_grad=True) * 2, {}, "computed from the log-probabilities"),
         ([TOLD], lambda logprobs, data: torch.zeros(()), {}, r"returned tensor\(0.\); .*from the log-probabilities"),
     ],
-    ids=range(31),
+    ids=range(33),
 )  # fmt: skip
 def test_data_and_losses(
     trainer: stretto.Trainer, data: Any, loss: Any, settings: dict[str, Any], message: str
@@ -84,6 +86,7 @@ def test_data_and_losses(
     [
         (lambda folder: stretto.Trainer(folder, learning_rat=1), "Trainer: learning_rat: unknown key; did you mean"),
         (lambda folder: stretto.Trainer(folder, lora=0), "Trainer: lora: rank: 0; input should be greater"),
+        (lambda folder: stretto.Trainer(folder, beta1=10**5000), "beta1: an integer of thousands of digits; input"),
         (lambda folder: stretto.Trainer(folder, lora=cast(Any, "x")), "Trainer: lora: 'x'; give a rank, such as 16"),
         (lambda folder: stretto.Trainer(folder, sampling={"top": 1}), "Trainer: sampling.top: unknown key; allowed"),
         (lambda folder: stretto.Trainer(stretto.SharedModel(folder)), "lora: is missing: a shared model"),
@@ -124,7 +127,7 @@ def test_data_and_losses(
             r"prompts\[1\]: has the id '1' of prompts\[0\]; give each",
         ),
     ],
-    ids=range(26),
+    ids=range(27),
 )
 def test_settings(folder: Path, act: Callable[[Path], object], message: str) -> None:
     with pytest.raises(stretto.UserError, match=message):

@@ -25,6 +25,7 @@ import msgspec
 from stretto.core.errors import Problem, RecipeError, RoleDied, StoreError, StrettoError
 from stretto.core.records import Record
 from stretto.doors.loading import from_package
+from stretto.doors.mistakes import shown
 from stretto.processes.spawn import Spawner, describe_exit
 from stretto.store import lock
 from stretto.store.ending import condition
@@ -463,4 +464,4 @@ def _check(*, on_step: object, run_dir: object) -> None:
 
 def unfit(argument: str, value: object, allowed: str) -> RecipeError:
     """Make the error for an argument of a wrong type. `allowed`: what to give instead, as "the path of a folder"."""
-    return RecipeError([Problem(argument, f"{value!r:.80} is of the type {type(value).__name__}", f"give {allowed}")])
+    return RecipeError([Problem(argument, f"{shown(value)} is of the type {type(value).__name__}", f"give {allowed}")])

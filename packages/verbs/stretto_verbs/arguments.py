@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest
 from stretto.core.records import Sampling
-from stretto.doors.mistakes import problems_of
+from stretto.doors.mistakes import problems_of, shown
 from stretto.trainer.config import OptimizerConfig
 
 #: A text, or token ids: a list, a tuple, or an array of numpy or torch.
@@ -64,6 +64,10 @@ def _is_integer(given: Any) -> bool:
     return isinstance(given, Integral) and not isinstance(given, bool)
 
 
+def _is_seed(given: Any) -> bool:
+    return _is_integer(given) and abs(given) < 10**2000  # of which the text is hashed
+
+
 def _is_number(given: Any) -> bool:
     if not isinstance(given, Real) or isinstance(given, bool):
         return False
@@ -82,12 +86,12 @@ def _is_path(given: Any) -> bool:
 
 
 FOLDER = ArgumentKind("the path of a folder", _is_path)
-WHOLE = ArgumentKind("a whole number", _is_integer)
+WHOLE = ArgumentKind("a whole number of at most 2,000 digits", _is_seed)
 NUMBER = ArgumentKind("a number", _is_number)
 LIST = ArgumentKind("a list", lambda given: isinstance(given, Sequence) and not isinstance(given, str | bytes))
 SEEDS = ArgumentKind(
     "a list of whole numbers, one for each completion",
-    lambda given: LIST.fits(given) and 0 < len(given) <= MOST_COMPLETIONS and all(map(_is_integer, given)),
+    lambda given: LIST.fits(given) and 0 < len(given) <= MOST_COMPLETIONS and all(map(_is_seed, given)),
 )
 COUNT = integer(1, MOST_COMPLETIONS)
 VERSION = integer(0)
@@ -101,7 +105,7 @@ def check(place: str, **given: tuple[object, ArgumentKind]) -> None:
     """Check arguments, given by name as (value, allowed kind). `place`: name of the called function, for messages.
     Raises DataError if a value is not of its kind; names each of them."""
     found = [
-        Problem(f"{place}: {name}", f"{value!r:.80}", f"give {kind.allowed}")
+        Problem(f"{place}: {name}", shown(value), f"give {kind.allowed}")
         for name, (value, kind) in given.items()
         if not kind.fits(value)
     ]
@@ -140,7 +144,7 @@ def plain(given: Any) -> Any:
 
 
 def _no_prompt(place: str, given: object) -> RefusedRequest:
-    return RefusedRequest(place, f"{given!r:.80} is of the type {type(given).__name__}", _PROMPT)
+    return RefusedRequest(place, f"{shown(given)} is of the type {type(given).__name__}", _PROMPT)
 
 
 def sampling_of(given: Mapping[str, Any] | None) -> Sampling:

@@ -12,6 +12,7 @@ import numpy as np
 
 from stretto.core.errors import DataError, Problem
 from stretto.core.records import Batch
+from stretto.doors.mistakes import shown
 from stretto.trainer.batch.samples import Sample
 from stretto_verbs.arguments import plain
 from stretto_verbs.completion import LARGEST_LOGPROB, mark_on
@@ -293,7 +294,7 @@ def _problems(one: object, vocabulary: int, longest: int, number: int, place: st
     for name in ("token_ids", "targets"):
         values = _flat(getattr(one, name)) if name == "targets" else one.token_ids
         if outside := [token for token in values if not _is_token(token, vocabulary)]:
-            told = f"token {outside[0]!r} is not in this model's vocabulary"
+            told = f"token {shown(outside[0])} is not in this model's vocabulary"
             remedy = f"tokens are 0 to {vocabulary - 1}: encode by the tokenizer of the model that is trained"
             found.append(Problem(f"{where}.{name}", told, remedy))
     for name in ("targets", "weights", "logprobs", "advantages", "staleness"):
@@ -302,14 +303,14 @@ def _problems(one: object, vocabulary: int, longest: int, number: int, place: st
             found.append(Problem(f"{where}.{name}", f"{len(values)} values", f"{tokens} are needed, one a token"))
     for name in ("targets", "weights"):
         if odd := [value for value in getattr(one, name) if not _is_wide(value, one)]:
-            told = f"{odd[0]!r:.80}"
+            told = shown(odd[0])
             found.append(Problem(f"{where}.{name}", told, "a number for each position, or for each a row of K of them"))
     for name in ("weights", "logprobs", "advantages"):
         if wrong := [value for value in _flat(getattr(one, name)) if not _is_finite(value)]:
-            found.append(Problem(f"{where}.{name}", f"{wrong[0]!s:.80}", "finite numbers are needed"))
+            found.append(Problem(f"{where}.{name}", shown(wrong[0]), "finite numbers are needed"))
     if wrong := [value for value in one.staleness if not _is_token(value, _MOST_LAG)]:
         told = f"numbers of versions, 0 to {_MOST_LAG - 1:,}, are needed"
-        found.append(Problem(f"{where}.staleness", f"{wrong[0]!r:.80}", told))
+        found.append(Problem(f"{where}.staleness", shown(wrong[0]), told))
     return found
 
 

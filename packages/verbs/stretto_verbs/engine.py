@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from stretto.core.errors import DataError, Problem, RecipeError, RefusedRequest, nearest
 from stretto.core.records import Completion, GenerateRequest, Sampling, derive_seed
+from stretto.doors.mistakes import shown
 from stretto.engine.config import EngineConfig
 from stretto.engine.native.engine import NativeEngine
 from stretto.loop.config import DeadlinesConfig
@@ -98,7 +99,7 @@ class LocalEngine:
 
     def __new__(cls, *given: Any, **named: Any) -> Self:
         if given and MODEL.fits(given[0]):
-            raise RecipeError([Problem("Engine", f"{given[0]!r:.80}", "write stretto.Engine.load(...)")])
+            raise RecipeError([Problem("Engine", shown(given[0]), "write stretto.Engine.load(...)")])
         return super().__new__(cls)
 
     def __init__(
@@ -339,13 +340,13 @@ class LocalEngine:
             EngineLost, StrettoError: as for `generate`.
         """
         if not isinstance(messages, list | tuple):
-            raise RefusedRequest("messages", f"{messages!r:.80} is of the type {type(messages).__name__}", _CHAT)
+            raise RefusedRequest("messages", f"{shown(messages)} is of the type {type(messages).__name__}", _CHAT)
         one = bool(messages) and isinstance(messages[0], Mapping)
         conversations: list[Any] = [messages] if one else list(messages)
         for at, conversation in enumerate(conversations):
             whole = isinstance(conversation, list | tuple) and len(conversation) > 0
             if not whole or not all(isinstance(said, Mapping) for said in conversation):
-                raise RefusedRequest("messages" if one else f"messages[{at}]", f"{conversation!r:.80}", _CHAT)
+                raise RefusedRequest("messages" if one else f"messages[{at}]", shown(conversation), _CHAT)
         given = dict(template_arguments or {})
         return self.generate([self.tokenizer.encode_chat(one, **given) for one in conversations], **settings)
 

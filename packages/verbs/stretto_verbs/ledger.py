@@ -21,6 +21,7 @@ import msgspec
 from stretto.core.errors import DataError, Problem, RefusedRequest, RunFolderError, StoreError
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Batch, Completion, GenerateRequest, Segment, State, derive_seed, trajectory_id
+from stretto.doors.mistakes import shown
 from stretto.loop.engines.in_flight import Engines, InFlight, progress_of
 from stretto.rollout.controller import CONTROLLER, Ticket
 from stretto.store import lock
@@ -113,7 +114,7 @@ class _AnyThread(Ledger):
             try:
                 json.dumps(msgspec.to_builtins(value), allow_nan=False)
             except (TypeError, ValueError) as error:
-                told, remedy = f"{value!r:.80}", f"a JSON value is needed: {error}"
+                told, remedy = shown(value), f"a JSON value is needed: {error}"
                 raise DataError([Problem(f"put: {name}", told, remedy)]) from None
             super().put(name, value)
 

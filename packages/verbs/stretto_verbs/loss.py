@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from stretto.core.errors import Problem, RecipeError
+from stretto.doors.mistakes import shown
 from stretto.trainer.batch.minibatch import Minibatch
 from stretto.trainer.batch.samples import Sample, scored_of
 from stretto.trainer.objective.aggregation import Aggregation
@@ -171,15 +172,15 @@ def _valued(
     if isinstance(metrics, Mapping):
         numbers = {name: plain(number) for name, number in metrics.items()}
     if odd := [name for name, number in numbers.items() if not isinstance(number, int | float)]:
-        told = f"{loss.name} returned beside the loss {metrics!r:.80}"
-        at = f"; {odd[0]!r} is no number" if odd[0] else ""
+        told = f"{loss.name} returned beside the loss {shown(metrics)}"
+        at = f"; {shown(odd[0])} is no number" if odd[0] else ""
         raise RecipeError([Problem(f"{place}: loss", told, f"metrics are a dict of numbers{at}")])
     return value.reshape(()), {name: float(number) for name, number in numbers.items()}
 
 
 def _no_loss(loss: Wanted, place: str, value: object) -> RecipeError:
     remedy = "one number is needed, a tensor that was computed from the log-probabilities"
-    return RecipeError([Problem(f"{place}: loss", f"{loss.name} returned {value!r:.80}", remedy)])
+    return RecipeError([Problem(f"{place}: loss", f"{loss.name} returned {shown(value)}", remedy)])
 
 
 def check_own(loss: Wanted, proximal: object, place: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from stretto.core.errors import DataError, Problem, RecipeError, StoreError, TornPublication
+from stretto.doors.mistakes import shown
 from stretto.model.families import check_family_of
 from stretto.model.hf.folder import load_policy
 from stretto.model.hf.inspection import weight_files
@@ -92,7 +93,7 @@ def check_targets(model: PreTrainedModel, lora: LoraConfig, place: str) -> None:
     names = linear_layers(model)
     if not any(lora.targets(name) for name in names):
         allowed = ", ".join(sorted({name.rpartition(".")[2] for name in names}))
-        told = f"{lora.target_modules!r:.80} names no layer of this model"
+        told = f"{shown(lora.target_modules)} names no layer of this model"
         raise RecipeError([Problem(f"{place}: target_modules", told, f"allowed: {allowed}")])
 
 
@@ -102,7 +103,7 @@ def lora_of(given: Lora, place: str) -> LoraConfig | None:
     if given is None or isinstance(given, LoraConfig):
         return given
     if isinstance(given, bool) or not isinstance(given, int | dict):
-        raise RecipeError([Problem(place, f"{given!r:.80}", "give a rank, such as 16, or rank, alpha, target_modules")])
+        raise RecipeError([Problem(place, shown(given), "give a rank, such as 16, or rank, alpha, target_modules")])
     settings = {"rank": given, "alpha": 2 * given} if isinstance(given, int) else given
     return checked(settings, place, LoraConfig)
 

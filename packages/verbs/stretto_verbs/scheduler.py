@@ -27,6 +27,7 @@ from stretto.core.records import (
     trajectory_id,
 )
 from stretto.core.states import why_no_reward
+from stretto.doors.mistakes import shown
 from stretto.rollout.config import RolloutConfig, contradictions
 from stretto.rollout.controller import CONTROLLER, Controller, ControllerState, Ticket
 from stretto.rollout.pacing import pacing_of
@@ -214,7 +215,7 @@ class GroupScheduler:
             turns = [answer] if isinstance(answer, TextCompletion) else [*answer] if LIST.fits(answer) else []
             where = f"{place}: answers[{member}]"
             if not any(isinstance(turn, TextCompletion) for turn in turns):
-                told = f"{answer!r:.80} holds no completion"
+                told = f"{shown(answer)} holds no completion"
                 raise DataError([Problem(where, told, "give what the engine returned, with the turns between")])
             since = ticket.admitted_version
             segments = tuple(self._segment(turn, f"{where}[{at}]", since) for at, turn in enumerate(turns))
@@ -474,7 +475,6 @@ def _verdict(reward: object, place: str) -> Verdict:
 def _number(given: object, place: str) -> float:
     """Convert a number of Python, numpy or torch to a float. Raises DataError for anything else. `place`: name of the
     argument, for the message."""
-    value = plain(given)
-    if not isinstance(value, int | float):
-        raise DataError([Problem(place, f"{given!r:.80}", "a number is needed")])
+    if not isinstance(value := plain(given), int | float):
+        raise DataError([Problem(place, shown(given), "a number is needed")])
     return float(value)

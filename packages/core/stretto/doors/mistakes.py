@@ -80,11 +80,12 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
                 f"{where}.kind", "missing", f"allowed: {', '.join(allowed)}{_guessed(details['input'], models)}"
             )
         case "model_type" | "model_attributes_type" | "dict_type" if models:
-            return Problem(where, f"{details['input']!r}"[:80], _a_section(details["input"], models))
+            return Problem(where, shown(details["input"]), _a_section(details["input"], models))
         case "tuple_type" | "list_type":
             given = details["input"]
-            such = f": [{json.dumps(given)}]" if isinstance(given, str | int | float) and len(str(given)) < 80 else ""
-            return Problem(where, f"{given!r}"[:80], f"a list is needed{such}")
+            short = isinstance(given, str | float) or (isinstance(given, int) and abs(given) < 1 << 64)
+            such = f": [{json.dumps(given)}]" if short and len(str(given)) < 80 else ""
+            return Problem(where, shown(given), f"a list is needed{such}")
         case "value_error":
             return Problem(where, str(details["ctx"]["error"]))
         case "union_tag_invalid":
@@ -98,7 +99,17 @@ def _problem(place: str, details: ErrorDetails, kind: type[BaseModel]) -> Proble
     given = details["input"]
     is_name = door is not None and details["type"] == "literal_error" and isinstance(given, str)
     remedy = details["msg"][0].lower() + details["msg"][1:] + _near(details)
-    return Problem(where, f"{given!r}"[:80], remedy + (f"; {with_colon(given)}" if is_name else ""))
+    return Problem(where, shown(given), remedy + (f"; {with_colon(given)}" if is_name else ""))
+
+
+def shown(value: object) -> str:
+    """The first 80 characters of a value's `repr`, for a message; words for an integer that Python does not write, and
+    for what holds one."""
+    try:
+        return repr(value)[:80]
+    except ValueError:
+        held = "" if isinstance(value, int) else f"a {type(value).__name__} with "
+        return f"{held}an integer of thousands of digits"
 
 
 def _near(details: ErrorDetails) -> str:

@@ -16,6 +16,7 @@ from stretto.core.engine import (
 )
 from stretto.core.errors import RefusedRequest
 from stretto.core.records import GenerateRequest, Sampling, Segment
+from stretto.doors.mistakes import shown
 from stretto.engine.text import NO_CHARACTER
 from stretto.model.hf.grammar import Grammars
 
@@ -38,7 +39,7 @@ def check_text(text: Sequence[int], field: str, vocab_size: int, context_length:
     if not 1 <= len(text) <= context_length:
         raise RefusedRequest(field, f"{len(text)} tokens", f"1 to {context_length}, the context")
     if outside := [token for token in text if not 0 <= token < vocab_size]:
-        raise RefusedRequest(field, f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
+        raise RefusedRequest(field, f"token {shown(outside[0])}", f"0 to {vocab_size - 1}, the vocabulary")
 
 
 def check_grammar(request: GenerateRequest, grammars: Grammars | None) -> None:
@@ -68,7 +69,7 @@ def check_request(request: GenerateRequest, vocab_size: int, context_length: int
         raise RefusedRequest("prompt_token_ids", f"{len(prompt)} tokens", allowed)
     if outside:
         field = "prompt_token_ids" if outside[0] in prompt else "sampling.stop_token_ids"
-        raise RefusedRequest(field, f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
+        raise RefusedRequest(field, f"token {shown(outside[0])}", f"0 to {vocab_size - 1}, the vocabulary")
     if not request.seeds or wrong_seeds:
         found = f"{wrong_seeds[0]}" if wrong_seeds else "no seed"
         raise RefusedRequest("seeds", found, "one seed of 0 to 2**64 - 1 for each completion")
@@ -105,7 +106,7 @@ def check_prefixes(request: GenerateRequest, vocab_size: int, context_length: in
             allowed = f"at most {left}, which max_tokens and the context of {context_length} leave"
             raise RefusedRequest("prefixes", f"{tokens} tokens", allowed)
         if outside := [token for token in prefix.token_ids if not 0 <= token < vocab_size]:
-            raise RefusedRequest("prefixes", f"token {outside[0]}", f"0 to {vocab_size - 1}, the vocabulary")
+            raise RefusedRequest("prefixes", f"token {shown(outside[0])}", f"0 to {vocab_size - 1}, the vocabulary")
         _check_stamps(prefix, version)
 
 
