@@ -19,7 +19,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from stretto.core.errors import CheckpointLost, RoleDied, StoreError
+from stretto.core.errors import CheckpointLost, RoleDied, RunFolderError, StoreError
 from stretto.core.records import Completion, Segment, StopReason, Update
 from stretto.loop.checkpointing import Checkpointing
 from stretto.loop.config import DeadlinesConfig
@@ -29,9 +29,12 @@ from stretto.loop.records.totals import Work
 from stretto.loop.trainer_link import TrainerLink
 from stretto.rollout.controller import Controller
 from stretto.store.checkpoints import Checkpoints
+from stretto.store.lock import is_held
+from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import read_metrics
 from stretto.trainer.config import TrainerConfig
 from stretto_report.reading.inspection import inspect_run
+from tests.launch.running import wait_until
 from tests.loop.desk import UPDATE, Desk
 
 
@@ -255,7 +258,14 @@ def test_a_disk_that_holds_a_checkpoint_up_holds_up_the_end_of_a_run_for_a_deadl
     asyncio.run(run())
     assert time.monotonic() - began < 5
     assert disk.steps() == []
+    desk.ledger.close()
+    desk.folder.release()
+    with pytest.raises(RunFolderError, match="is in use by process"):  # the thread would write into the next one's
+        RunFolder.resume(desk.folder.path)
     disk.let.set()
+    wait_until(lambda: not is_held(desk.folder.path), "the end of the thread")
+    assert disk.steps() == [2]
+    RunFolder.resume(desk.folder.path).release()
 
 
 async def test_a_policy_that_is_missing_is_written_when_the_run_goes_on(desk: Desk) -> None:

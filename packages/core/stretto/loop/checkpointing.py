@@ -106,7 +106,7 @@ class Checkpointing:
         """Wait until the thread of the checkpoint in progress, if any, has completed it or left no trace of it; `say`
         is told. To be called once the trainer has ended. A thread that a disk holds up for more than `deadlines.save`
         seconds is left behind, and dies with the process; at once if the run is cut short (`left_by`: class of the
-        error that ends it, CancelledError then)."""
+        error that ends it, CancelledError then). The run folder stays locked until it has ended."""
         if self._saving is not None:
             await cancel_and_wait([self._saving])
         cut_short = left_by is not None and issubclass(left_by, asyncio.CancelledError)
@@ -116,6 +116,8 @@ class Checkpointing:
             ended = asyncio.wrap_future(self._thread)
             await asyncio.wait([ended], timeout=self._deadlines.save)
             await cancel_and_wait([ended])
+        if self._thread is not None and not self._thread.done():
+            self._folder.held_until(self._thread)
 
     async def _begin_checkpoint(self) -> None:
         """Wait for the checkpoint in progress, then sync the ledger and start a checkpoint of the newest step; returns

@@ -28,9 +28,10 @@ import platform
 import re
 import stat
 from collections.abc import Iterator
+from concurrent.futures import Future
 from importlib import metadata
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from stretto.core.errors import Problem, RunFolderError, folder_fault
 from stretto.core.machine import cores, gpus, processor
@@ -208,6 +209,13 @@ class RunFolder:
         although it has as many files open as it may."""
         while self._reserve:
             os.close(self._reserve.pop())
+
+    def held_until(self, written: Future[Any]) -> None:
+        """Keep the lock, if it is held, also after `release`, until the work of a thread that writes here has ended
+        (`written`), or the process."""
+        if self._lock is not None:
+            held = self._reserve.pop() if self._reserve else os.dup(self._lock)  # those in reserve are the lock's too
+            written.add_done_callback(lambda _: os.close(held))
 
     def release(self) -> None:
         """Release the lock, if it is held."""
