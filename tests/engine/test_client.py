@@ -2,6 +2,7 @@
 a stream of bytes that is no HTTP, or no engine's, or that ends nowhere, is a named error."""
 
 import asyncio
+import contextlib
 import socket
 import subprocess
 import sys
@@ -138,3 +139,27 @@ async def test_an_engine_at_a_name_that_nobody_answers_at_is_lost(monkeypatch: p
     client = HttpEngine("engine-0", f"{name}:9", health_seconds=5)
     with pytest.raises(EngineLost, match="engine-0 cannot be reached"):
         await client.health()
+
+
+async def test_what_still_connects_to_an_engine_that_ends_does_not_reach_the_next_one() -> None:
+    """The next one, which listens at the same address, may not have the newest version yet."""
+    with socket.socket() as listening, socket.socket() as first, socket.socket() as second:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)
+        host, port = listening.getsockname()
+        for waiting in (first, second):  # the kernel answers no further one
+            waiting.setblocking(False)
+            waiting.connect_ex((host, port))
+        client, loop, reached = HttpEngine("engine-0", f"{host}:{port}"), asyncio.get_running_loop(), list[bytes]()
+        asked = asyncio.create_task(client.health())
+        await asyncio.sleep(0.1)
+        client.break_off()
+        listening.setblocking(False)
+        while not asked.done() and not any(reached):
+            with contextlib.suppress(TimeoutError):
+                one, _ = await asyncio.wait_for(loop.sock_accept(listening), 0.1)
+                with one, contextlib.suppress(TimeoutError):
+                    reached.append(await asyncio.wait_for(loop.sock_recv(one, 100), 0.1))
+        assert not any(reached)
+        with pytest.raises(EngineLost, match="ended while a connection to it was made"):
+            await asked

@@ -162,6 +162,7 @@ class Connections:
         self._longest = idle
         self._idle = deque[Connection]()  # in the order of their last use
         self._used: set[Connection] = set()
+        self._breaks = 0  # calls of `break_off`
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[Connection]:
@@ -177,7 +178,11 @@ class Connections:
             self._idle.popleft().close()
         while self._idle and not self._idle[-1].is_reusable(self._longest):
             self._idle.pop().close()
+        breaks = self._breaks
         connection = self._idle.pop() if self._idle else await self._connect()
+        if breaks != self._breaks:  # another process may listen there by now
+            connection.abort()
+            raise EngineLost(self._engine, "ended while a connection to it was made")
         self._used.add(connection)
         try:
             yield connection
@@ -194,7 +199,9 @@ class Connections:
             self._idle.pop().close()
 
     def break_off(self) -> None:
-        """Close all connections at once; exchanges in progress end with EngineLost."""
+        """Close all connections at once; exchanges in progress end with EngineLost, and those that still connect once
+        they have."""
+        self._breaks += 1
         self.close()
         for connection in self._used:
             connection.abort()
