@@ -58,6 +58,19 @@ def test_the_policy_of_the_best_evaluation_is_kept(folder: RunFolder) -> None:
     assert not (folder.policies / "candidate").exists()
 
 
+def test_a_copy_that_is_left_of_a_policy_which_was_trained_again_is_not_taken_for_it(folder: RunFolder) -> None:
+    """After a loss of power the ledger may end before a step whose policy was held."""
+    policy(folder, 5)
+    BestPolicy(folder, print, keeps=True).hold(5)
+    shutil.rmtree(folder.policy(5))
+    best = BestPolicy(folder, print, keeps=True)
+    policy(folder, 5)
+    (folder.policy(5) / "weights").write_text("other weights")
+    best.hold(5)
+    best.measured(5, measured(0.5, 5))
+    assert best_weights(folder) == "other weights"
+
+
 def test_a_run_ends_after_so_many_evaluations_that_were_not_better(folder: RunFolder) -> None:
     said: list[str] = []
     best = BestPolicy(folder, said.append, keeps=False, patience=2, least_gain=0.05)

@@ -119,12 +119,13 @@ class BestPolicy:
 
     def hold(self, step: int) -> None:
         """Copy the policy of `step` to ``policy/candidate.STEP`` while its evaluation runs: the policy's own folder may
-        be removed meanwhile. A copy that an earlier process has made is used. Copies nothing without `keeps`, or if the
-        policy is not saved."""
+        be removed meanwhile. If it is removed by now, a copy that an earlier process has made is used. Copies nothing
+        without `keeps`, or if the policy is not saved."""
         if not self.keeps:
             return
-        if (source := self._folder.policy(step)).is_dir() and not self._candidate(step).is_dir():
+        if (source := self._folder.policy(step)).is_dir():  # a copy may be of steps that a loss of power has taken
             self._drop(_CANDIDATE)
+            self._drop(self._candidate(step).name)
             whole = shutil.copytree(source, self._folder.policies / _CANDIDATE, copy_function=_linked)
             whole.rename(self._candidate(step))
         self._held = step if self._candidate(step).is_dir() else None
