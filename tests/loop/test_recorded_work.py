@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from stretto.core.events import Span
 from stretto.core.records import Outcome, Trajectory, Verdict
@@ -23,7 +24,8 @@ from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
 from stretto.store.inspection import Inspection
-from stretto.store.series.metrics import read_metrics
+from stretto.store.series.lines import Extent
+from stretto.store.series.metrics import WRITTEN, read_metrics, rewind_metrics
 from stretto.store.totals import Totals
 from stretto_report.reading.inspection import inspect_run
 from stretto_report.reading.series import read_spans
@@ -62,6 +64,19 @@ def test_tokens_of_a_lost_engine_that_another_one_continued_are_wasted_and_gener
     desk.one_step()  # two tokens
     found = desk.concluded()
     assert (found.tokens.generated, found.tokens.trained, found.tokens.wasted) == (2, 2, 0)
+
+
+def test_the_ledger_knows_the_lines_up_to_its_newest_update(desk: Desk) -> None:
+    metrics = desk.folder.metrics
+    assert desk.ledger.get(WRITTEN, dict[str, Extent]) is None
+    desk.one_step()
+    before = metrics.stat().st_size
+    written = desk.ledger.get(WRITTEN, dict[str, Extent])
+    assert written is not None
+    assert (written[metrics.name][0], desk.ledger.last_update()) == (before, 1)
+    desk.recorder.updated(BATCH, replace(UPDATE, step=2))  # a kill loses it
+    rewind_metrics(metrics, 1, written[metrics.name])
+    assert metrics.stat().st_size == before
 
 
 def test_turns_that_no_trajectory_has_are_wasted_and_have_failed(desk: Desk) -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from stretto.core.errors import StoreError
 from stretto.core.events import Span
-from stretto.store.series.lines import LineWriter, SpanLog
-from stretto.store.series.metrics import MetricsLog, StepMetrics, read_metrics, rewind_metrics
+from stretto.store.series.lines import LineFollower, LineWriter, SpanLog
+from stretto.store.series.metrics import METRICS, MetricsLog, StepMetrics, read_metrics, rewind_metrics
 from stretto_report.reading.series import read_spans
 from tests.store.lines import evaluation_line, step_line
 
@@ -45,12 +45,38 @@ def test_a_file_from_which_nothing_goes_is_not_written_anew(tmp_path: Path) -> N
     path = tmp_path / "metrics.jsonl"
     for step in (1, 2):
         MetricsLog(path).append(metrics(step))
-    before = path.stat().st_ino
+    follower = LineFollower(path, METRICS)
+    follower.read_on()
     rewind_metrics(path, 2)
-    assert path.stat().st_ino == before
+    assert follower.read_on() == ([], False)
     rewind_metrics(path, 1)
-    assert path.stat().st_ino != before, "readers see by this that lines are gone"
-    assert [step.step for step in read_metrics(path)[0]] == [1]
+    MetricsLog(path).append(step_line(2, trainer={"loss": 0.5}, busy={"trainer": 0.9}))
+    lines, again = follower.read_on()
+    assert ([line.step for line in lines], again) == ([1, 2], True), "readers see that lines are gone"
+
+
+def test_of_what_was_written_before_a_resume_decodes_what_has_changed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log, extents = MetricsLog(path), []
+    for line in (metrics(1), metrics(2), EVALUATION, metrics(3)):
+        extents.append(log.extent)
+        log.append(line)
+    assert [MetricsLog(path).extent, log.extent] == [(path.stat().st_size, log.extent[1])] * 2
+    rewind_metrics(path, 0, extents[2])
+    assert read_metrics(path) == ([metrics(1), metrics(2)], [EVALUATION])
+    assert MetricsLog(path).extent == extents[3]
+    path.write_bytes(b"{}" + path.read_bytes()[2:] + b"{}\n")
+    with caplog.at_level(logging.WARNING):
+        rewind_metrics(path, 3, extents[2])
+    assert read_metrics(path) == ([metrics(2)], [EVALUATION])
+    assert f"{path}: line 1 cannot be read" in caplog.text
+    known = MetricsLog(path).extent
+    path.write_bytes(path.read_bytes() + b"{}\n")
+    with caplog.at_level(logging.WARNING):
+        rewind_metrics(path, 3, known)
+    assert f"{path}: line 3 cannot be read" in caplog.text
 
 
 def test_a_rewound_file_loses_its_torn_last_line(tmp_path: Path) -> None:
@@ -109,8 +135,8 @@ def test_a_run_goes_on_without_the_lines_that_cannot_be_read(tmp_path: Path, cap
 
 def test_a_run_goes_on_with_lines_that_cannot_be_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "metrics.jsonl"
-    for step in (1, 2):
-        MetricsLog(path).append(metrics(step))
+    for line in (metrics(1), metrics(2), EVALUATION):
+        MetricsLog(path).append(line)
     before = path.read_bytes()
     (tmp_path / f".metrics.jsonl.{os.getpid()}.part").symlink_to("/dev/full")
     with caplog.at_level(logging.WARNING):

@@ -47,7 +47,8 @@ from stretto.store.ledger.ledger import Ledger
 from stretto.store.ledger.reading import UnfinishedGroup, last_step, read_batches, read_unfinished
 from stretto.store.run_folder import RunFolder
 from stretto.store.selection import SELECTION, SelectionBias, SelectionWatch
-from stretto.store.series.metrics import rewind_metrics, rewind_samples
+from stretto.store.series.lines import Extent
+from stretto.store.series.metrics import WRITTEN, rewind_metrics, rewind_samples
 from stretto.store.series.progress import LEGEND
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
 from stretto.trainer.batch.credit import rewards_compared
@@ -276,8 +277,9 @@ def _drop_what_came_later(context: _RunContext) -> None:
         if number > start.version:
             shutil.rmtree(path)
     Checkpoints(folder.checkpoints, context.plan.recipe.store.keep_checkpoints).set_aside_after(start.saved_step)
-    rewind_metrics(folder.metrics, context.ledger.last_update())
-    rewind_samples(folder.held_out, start.version)
+    written = context.ledger.get(WRITTEN, dict[str, Extent]) or {}
+    rewind_metrics(folder.metrics, context.ledger.last_update(), written.get(folder.metrics.name))
+    rewind_samples(folder.held_out, start.version, written.get(folder.held_out.name))
 
 
 async def _train(

@@ -129,6 +129,7 @@ class Plan(Outline):
 
 
 _WORKFLOWS = "stretto_workflows.run"
+_ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")  # in the text of an object, such as an image: another in each process
 _BY_TOKENS = ("user_simulator",)  # needs a chat template, but its first turn takes the prompt's tokens as they are
 _NO_DEMONSTRATIONS = Problem(
     "[warm_start]", "the task has no demonstrations", "add them to the data, or remove the section"

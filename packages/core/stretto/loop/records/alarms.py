@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from stretto.core.errors import several
 from stretto.core.records import Outcome, Prompt, Trajectory
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.lines import LineWriter
+from stretto.store.series.lines import Extent, LineWriter
 from stretto.store.series.metrics import SampledCompletion
 from stretto.store.series.progress import LONGEST
 
@@ -52,6 +52,11 @@ class WatchedSamples:
     def held_out(self, samples: Sequence[SampledCompletion]) -> None:
         """Append the samples of a finished evaluation to ``held_out.jsonl``."""
         self._held_out.append(samples)
+
+    @property
+    def extent(self) -> Extent:
+        """That of ``held_out.jsonl``."""
+        return self._held_out.extent
 
     def _note_right(self, trajectories: Sequence[Trajectory]) -> None:
         self._right = self._right or any(t.verdict.outcome is Outcome.RIGHT for t in trajectories)

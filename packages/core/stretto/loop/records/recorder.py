@@ -33,6 +33,7 @@ from stretto.store.run_folder import RunFolder
 from stretto.store.selection import SelectionWatch
 from stretto.store.series.lines import SpanLog
 from stretto.store.series.metrics import (
+    WRITTEN,
     EvaluationLine,
     MetricsLog,
     SetEvaluationLine,
@@ -116,6 +117,8 @@ class Recorder:
         ledger.watch(TOTALS, self._on_record)  # a run may die before its next step
         self._judged = ledger.get(JUDGED, Judged) or Judged()
         ledger.watch(JUDGED, lambda: self._judged)
+        metrics, held_out = folder.metrics.name, folder.held_out.name
+        ledger.watch(WRITTEN, lambda: {metrics: self._metrics.extent, held_out: self._samples.extent})
         monotonic, unix = time.monotonic(), ledger.unix_time
         axis = ledger.get(SPAN_AXIS, tuple[float, float])
         self._span_offset = span_offset(axis, monotonic, unix)

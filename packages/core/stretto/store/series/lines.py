@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, Generic, TypeVar
 
 import msgspec
+import xxhash
 
 from stretto.core.errors import UNREADABLE, StoreError
 from stretto.core.events import Span
@@ -22,6 +23,7 @@ from stretto.core.machine import sync
 from stretto.store.files import identity, whole_file
 
 Line = TypeVar("Line")
+Extent = tuple[int, str]  #: number of bytes at the beginning of a file, and their XXH3 checksum (128 bits, hexadecimal)
 
 _TAIL = 1 << 16  # bytes that are read at a time from the end of a file
 
@@ -40,7 +42,19 @@ class LineWriter(Generic[Line]):
         self.path = path
         self.lost = 0
         self._folder = identity(path.parent)
+        self._sum, self._size = xxhash.xxh3_128(), 0  # of the bytes so far, once `extent` was called
         self._attempt(self._cut_torn_line, lines=0)
+
+    @property
+    def extent(self) -> Extent:
+        """Size and checksum of the file; of nothing if it cannot be read. The first call reads the file, a long one a
+        gigabyte in a tenth of a second; later ones need not, since only this writer appends."""
+        try:
+            if self.path.stat().st_size != self._size:
+                self._sum, self._size = _sum_of(self.path)
+        except (OSError, StoreError):  # it does not exist, is no file
+            self._sum, self._size = xxhash.xxh3_128(), 0
+        return self._size, self._sum.hexdigest()
 
     def append(self, lines: Iterable[Line]) -> None:
         """Append one line per record, without buffering: readers see the lines at once, and they survive a kill. A
@@ -73,6 +87,9 @@ class LineWriter(Generic[Line]):
             if file.write(data) != len(data):  # the disk filled up in the middle of a line
                 file.truncate(end)
                 raise OSError(0, "no space left for a whole line")
+        if end == self._size:
+            self._sum.update(data)
+            self._size += len(data)
 
     def _cut_torn_line(self) -> None:
         if not self.path.is_file():
@@ -96,42 +113,78 @@ def read_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> list[Line]:
     return list(iterate_lines(path, decoder))
 
 
-def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line]:
-    """Yield the complete lines of a file, which is read as it is iterated; none without a file. Raises StoreError at a
-    line that cannot be read, and the other errors of `read_lines`."""
-    for line in _each_line(path, decoder):
+def iterate_lines(path: Path, decoder: msgspec.json.Decoder[Line], but: bytes | tuple[()] = ()) -> Iterator[Line]:
+    """Yield the complete lines of a file, which is read as it is iterated; none without a file. Lines that begin with
+    `but` are left out, and not decoded. Raises StoreError at a line that cannot be read, and the other errors of
+    `read_lines`."""
+    for _, line in _each_line(path, decoder, but=but):
         if isinstance(line, StoreError):
             raise line
         yield line
 
 
-def keep_lines(path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[Line], bool]) -> None:
-    """Rewrite the file with only the records for which `keep` returns True (it may be called twice for a record). A
-    file that has no others stays as it is; one that does not exist is not created.
+def keep_lines(
+    path: Path, decoder: msgspec.json.Decoder[Line], keep: Callable[[Line], bool], written: Extent | None = None
+) -> None:
+    """Leave only the records in the file for which `keep` returns True (it may be called twice for a record). A file
+    that has no others stays as it is, and of one that has them at its end, they are cut off; else it is rewritten. One
+    that does not exist is not created.
 
     Unreadable lines are dropped, with a warning, and an incomplete last line without one. A file that cannot be written
     stays as it is, with a warning. One line is in memory at a time: a long run has hundreds of thousands.
+
+    Args:
+        written: of an earlier time, when all records were to be kept (`LineWriter.extent`). Only what follows is
+            decoded, unless the file has changed there.
     """
     if not path.exists():
         return
-    broken, others = list[StoreError](), False
+    broken, goes, behind = list[StoreError](), False, False
     try:
-        for line in _each_line(path, decoder):
+        start = end = written[0] if written is not None and _begins_with(path, written) else 0
+        for row, line in _each_line(path, decoder, start):
             if isinstance(line, StoreError):
                 broken.append(line)
-            elif not keep(line):
-                others = True
-        if broken or others or _complete_bytes(path) < path.stat().st_size:
+            stays = not isinstance(line, StoreError) and keep(line)
+            goes, behind = goes or not stays, behind or (goes and stays)
+            end += 0 if goes else len(row)
+        if behind:
             with whole_file(path) as file:
-                for line in _each_line(path, decoder):
+                with path.open("rb") as before:
+                    _pass_on(before, end, file.write)
+                for row, line in _each_line(path, decoder, end):
                     if not isinstance(line, StoreError) and keep(line):
-                        file.write(msgspec.json.encode(line) + b"\n")
+                        file.write(row)
             sync(path.parent)
+        elif end < path.stat().st_size:
+            os.truncate(path, end)
+            sync(path)
     except OSError as error:
         _log.warning("%s cannot be rewritten (%s); the run continues with it as it is", path, error.strerror)
         return
     if broken:
         _log.warning("%s; the run continues without this line and %d more", broken[0], len(broken) - 1)
+
+
+def _begins_with(path: Path, written: Extent) -> bool:
+    """Whether the file begins with these bytes, whole lines that were written earlier."""
+    found, size = _sum_of(path, written[0])
+    return (size, found.hexdigest()) == written
+
+
+def _sum_of(path: Path, size: int | None = None) -> tuple[xxhash.xxh3_128, int]:
+    """Checksum of the first `size` bytes of a file (None: all), and how many it has."""
+    found = xxhash.xxh3_128()
+    with open(open_plain(path, links=True), "rb") as file:
+        _pass_on(file, os.fstat(file.fileno()).st_size if size is None else size, found.update)
+        return found, file.tell()
+
+
+def _pass_on(file: BinaryIO, size: int, to: Callable[[bytes], object]) -> None:
+    """Call `to` with the next `size` bytes of a file, or fewer at its end, part by part."""
+    while size and (data := file.read(min(size, _BLOCK))):
+        to(data)
+        size -= len(data)
 
 
 def _complete_bytes(path: Path) -> int:
@@ -148,7 +201,11 @@ def _complete_bytes(path: Path) -> int:
     return 0
 
 
-def _each_line(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line | StoreError]:
+def _each_line(
+    path: Path, decoder: msgspec.json.Decoder[Line], start: int = 0, but: bytes | tuple[()] = ()
+) -> Iterator[tuple[bytes, Line | StoreError]]:
+    """Yield each complete line from byte `start` on, and what it is decoded to; those that begin with `but` are left
+    out."""
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     try:
@@ -156,13 +213,25 @@ def _each_line(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line
     except FileNotFoundError:
         return
     with open(descriptor, "rb") as file:
+        file.seek(start)
         for number, row in enumerate(file, start=1):
             if not row.endswith(b"\n"):
                 return
+            if row.startswith(but):
+                continue
             try:
-                yield decoder.decode(row)
+                yield row, decoder.decode(row)
             except UNREADABLE as error:
-                yield StoreError(f"{path}: line {number} cannot be read: {error}")
+                number += _lines_in(path, start)  # only of a damaged file
+                yield row, StoreError(f"{path}: line {number} cannot be read: {error}")
+
+
+def _lines_in(path: Path, size: int) -> int:
+    """Number of lines in the first `size` bytes of a file."""
+    counts = list[int]()
+    with path.open("rb") as file:
+        _pass_on(file, size, lambda block: counts.append(block.count(b"\n")))
+    return sum(counts)
 
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)

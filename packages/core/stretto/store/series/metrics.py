@@ -11,7 +11,7 @@ import msgspec
 
 from stretto.core.records import Outcome, Prompt, Record, Verdict
 from stretto.store.selection import Bias
-from stretto.store.series.lines import LineWriter, iterate_lines, keep_lines
+from stretto.store.series.lines import Extent, LineWriter, iterate_lines, keep_lines
 from stretto.store.totals import Category
 
 Line = TypeVar("Line", bound="EvaluationLine")
@@ -113,6 +113,7 @@ class SetEvaluationLine(EvaluationLine, frozen=True, tag="evaluation_set", tag_f
 MetricsLine = StepMetrics | EvaluationLine | SetEvaluationLine
 
 METRICS: msgspec.json.Decoder[MetricsLine] = msgspec.json.Decoder(MetricsLine)  #: of a line of ``metrics.jsonl``
+_STEP = b'{"kind":"step",'  # as each line of a step begins
 
 
 class MetricsLog:
@@ -123,6 +124,11 @@ class MetricsLog:
 
     def append(self, line: MetricsLine) -> None:
         self._writer.append([line])
+
+    @property
+    def extent(self) -> Extent:
+        """That of the file, as of `LineWriter`."""
+        return self._writer.extent
 
 
 def read_metrics(path: Path) -> tuple[list[StepMetrics], list[EvaluationLine]]:
@@ -145,18 +151,24 @@ def iterate_metrics(path: Path) -> Iterator[StepMetrics | EvaluationLine]:
 
 def read_evaluations(path: Path) -> dict[str, list[EvaluationLine]]:
     """Read all evaluations of a run, in order, by the name of their set of questions; "" is the main set. Sets without
-    any have no entry. Raises StoreError or OSError if a line or the file cannot be read."""
+    any have no entry. The lines of steps are not looked at. Raises StoreError or OSError if another line or the file
+    cannot be read."""
     found: dict[str, list[EvaluationLine]] = {}
-    for line in iterate_lines(path, METRICS):
+    for line in iterate_lines(path, METRICS, but=_STEP):
         if isinstance(line, SetEvaluationLine | EvaluationLine):
             found.setdefault(line.name if isinstance(line, SetEvaluationLine) else "", []).append(line)
     return found
 
 
-def rewind_metrics(path: Path, step: int) -> None:
+#: Name of the ledger's fact with the `Extent` of ``metrics.jsonl`` and of ``held_out.jsonl``, by name. It is written in
+#: one transaction with the newest update, so a resume after it keeps all of these lines.
+WRITTEN = "written"
+
+
+def rewind_metrics(path: Path, step: int, written: Extent | None = None) -> None:
     """Remove the lines of later steps than `step`: the run is resumed after it, and will write them again
-    (`keep_lines`). Does nothing without a file."""
-    keep_lines(path, METRICS, lambda line: line.step <= step)
+    (`keep_lines`, with `written`). Does nothing without a file."""
+    keep_lines(path, METRICS, lambda line: line.step <= step, written)
 
 
 class SampledCompletion(Record, frozen=True):
@@ -199,7 +211,7 @@ class SampledCompletion(Record, frozen=True):
 _SAMPLES = msgspec.json.Decoder(SampledCompletion)
 
 
-def rewind_samples(path: Path, version: int) -> None:
+def rewind_samples(path: Path, version: int, written: Extent | None = None) -> None:
     """Remove completions of later versions than `version`: the run is resumed there, and will sample them again
-    (`keep_lines`). Does nothing without a file."""
-    keep_lines(path, _SAMPLES, lambda sample: sample.version <= version)
+    (`keep_lines`, with `written`). Does nothing without a file."""
+    keep_lines(path, _SAMPLES, lambda sample: sample.version <= version, written)
