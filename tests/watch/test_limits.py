@@ -13,6 +13,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack, closing
@@ -27,6 +28,8 @@ from stretto.core.errors import StrettoError
 from stretto.processes.http.asgi import HostNames
 from stretto.processes.http.server import HttpServer, settings_of
 from stretto.store import lock
+from stretto.store.ledger.schema import log_of
+from stretto_report.watch.index import files
 from stretto_report.watch.index import trajectories as trajectories_module
 from stretto_report.watch.index.columns import Cache
 from stretto_report.watch.index.files import read_ledger
@@ -44,6 +47,7 @@ from stretto_report.watch.web.pages import list_page
 from tests.processes.test_http_server import serving as serving_at
 from tests.store.lines import write_lines
 from tests.store.make import ledger_at
+from tests.store.test_others_files import killed
 from tests.watch.conftest import alone, serving
 from tests.watch.runs import prompt, step_line, write_run
 
@@ -185,6 +189,40 @@ def test_the_list_counts_alarms_of_runs_that_are_not_open_once_while_they_stay(
     write_lines(tmp_path / "runs" / "ill" / "metrics.jsonl", ill[:14])
     assert listed()["ill"] == 0
     assert not any(run.is_open for run in catalog.all())
+
+
+def test_a_killed_run_where_nothing_can_be_written_is_copied_once_while_it_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place := tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(place))
+    runs = [killed(write_run(tmp_path / "runs" / name)) for name in ("one", "other")]
+    catalog, copied, copy = Catalog([tmp_path / "runs"], tmp_path / "cache"), list[Path](), shutil.copyfile
+
+    def counted(own: Path, to: Path) -> None:
+        copied.append(own)
+        copy(own, to)
+
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(shutil, "copyfile", counted)
+    for _ in range(3):
+        assert [row.trajectories and row.trajectories["issued"] for row in list_page(catalog)["runs"]] == [8, 8]
+        for run in catalog.all():
+            run.advance(1.0)
+            assert run.inspection() is not None
+            assert pages.run_page(run, {})["indexed"] == 1.0
+    ledgers = [run / "ledger.sqlite" for run in runs]
+    assert sorted(copied) == sorted([*ledgers, *map(log_of, ledgers)])
+    os.utime(ledgers[0])
+    list_page(catalog)
+    assert copied[4:] == [ledgers[0], log_of(ledgers[0])]
+    assert len(list(place.iterdir())) == 2
+    monkeypatch.setattr(files, "_MOST_COPIED", 1)
+    os.utime(ledgers[0])
+    list_page(catalog)
+    assert len(list(place.iterdir())) == 1
+    files._COPIES.clear()
+    assert list(place.iterdir()) == []
 
 
 def test_an_alarm_of_a_running_run_ends_with_it(tmp_path: Path) -> None:

@@ -409,14 +409,20 @@ def open_copy(path: Path) -> sqlite3.Connection:
         sqlite3.Error: the ledger is damaged.
     """
     with tempfile.TemporaryDirectory(prefix="stretto-") as folder:
-        copy = Path(folder) / path.name
-        for own, other in ((path, copy), (log_of(path), log_of(copy))):
-            shutil.copyfile(own, other)
-        with closing(sqlite3.connect(copy)) as connection:
-            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        connection = _connect(f"{copy.as_uri()}?mode=ro&immutable=1")
+        connection = _connect(f"{copy_into(Path(folder), path).as_uri()}?mode=ro&immutable=1")
         connection.execute("SELECT count(*) FROM sqlite_master").fetchone()  # from now on the file is open
         return connection
+
+
+def copy_into(folder: Path, path: Path) -> Path:
+    """Copy the ledger at `path` into the folder, and fold its write-ahead log into the copy; returns its path. Raises
+    as `open_copy`."""
+    copy = folder / path.name
+    for own, other in ((path, copy), (log_of(path), log_of(copy))):
+        shutil.copyfile(own, other)
+    with closing(sqlite3.connect(copy)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    return copy
 
 
 def _check_format(path: Path, connection: sqlite3.Connection, oldest: int) -> int:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import stat
+import tempfile
+import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from stretto.core.errors import StoreError
 from stretto.store import lock
-from stretto.store.ledger.schema import check_log, log_of, reading
+from stretto.store.ledger.schema import check_log, copy_into, log_of, needs_copy, reading
 from stretto.store.series.lines import decode_line, open_plain
 from stretto.store.series.metrics import METRICS, EvaluationLine, MetricsLine, StepMetrics
 
@@ -66,14 +70,45 @@ def stamp_of(*paths: Path) -> list[tuple[int, int, int]]:
 
 @contextmanager
 def read_ledger(folder: Path) -> Iterator[sqlite3.Connection]:
-    """Context manager: yield a read-only connection to the ledger of a run folder, in one read transaction. Raises
-    StoreError if the ledger cannot be read, is no regular file or stays locked, or the write-ahead log of a run that
-    has ended is too large."""
+    """Context manager: yield a read-only connection to the ledger of a run folder, in one read transaction; to a copy
+    where it cannot be read at its place, the same while the file stays as it is. Raises StoreError if the ledger cannot
+    be read, is no regular file or stays locked, or the write-ahead log of a run that has ended is too large."""
     refuse_strange_files(folder)
     if not lock.is_held(folder):
         check_log(folder / LEDGER, _LARGEST_LOG)
-    with reading(folder / LEDGER, _PATIENCE) as connection:
+    copy = _copy_of(folder) if needs_copy(folder / LEDGER) else None
+    with reading(folder / LEDGER if copy is None else copy.path, _PATIENCE) as connection:
         yield connection
+
+
+class _Copy:
+    """A copy of a ledger, as it was at `stamp`; it is removed once nothing refers to it."""
+
+    def __init__(self, ledger: Path, stamp: object) -> None:
+        self.stamp, folder = stamp, tempfile.mkdtemp(prefix="stretto-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self.path = copy_into(Path(folder), ledger)
+        self.size = self.path.stat().st_size
+
+
+_COPYING = threading.Lock()
+_COPIES: dict[Path, _Copy] = {}  # the newest is the last
+_MOST_COPIED = 256 << 20  # bytes of all copies; the newest stays in any case
+
+
+def _copy_of(folder: Path) -> _Copy:
+    """Return a copy of the ledger in the folder, one that was made before if it is of the ledger as it is now."""
+    with _COPYING:
+        stamp, copy = ledger_stamp(folder), _COPIES.pop(folder, None)
+        if copy is None or copy.stamp != stamp:
+            try:
+                copy = _Copy(folder / LEDGER, stamp)
+            except (OSError, sqlite3.Error) as error:
+                raise StoreError(f"{folder / LEDGER}: cannot be read as a ledger: {error}") from error
+        _COPIES[folder] = copy
+        while len(_COPIES) > 1 and sum(one.size for one in _COPIES.values()) > _MOST_COPIED:
+            del _COPIES[next(iter(_COPIES))]
+        return copy
 
 
 _TAIL = 1 << 18  #: bytes

@@ -18,7 +18,7 @@ from stretto.core.records import Record, State
 from stretto.store.ending import ENDING, Condition, Ending, branch_of
 from stretto.store.inspection import Inspection
 from stretto.store.ledger.reading import fact
-from stretto.store.ledger.schema import once_at_rest
+from stretto.store.ledger.schema import needs_copy, once_at_rest
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
@@ -126,6 +126,7 @@ class WatchedRun:
         self._again = float("-inf")  # time at which a ledger that could not be read is tried again
         self._inspected: tuple[float, Inspection | None] = (float("-inf"), None)
         self._ending: tuple[object, Ending | None] = (None, None)
+        self._copied: tuple[object, _Recorded] = (None, _Recorded())  # of a ledger that must be copied to be read
         self._counted: tuple[float, dict[str, int] | None] = (float("-inf"), None)
         self._alarms: tuple[float, object, int | None] = (float("-inf"), None, None)  # when due, of what, their number
 
@@ -215,8 +216,10 @@ class WatchedRun:
 
     def _recorded(self) -> _Recorded:
         stamp = ledger_stamp(self.folder)
+        if stamp == self._copied[0] and needs_copy(self.folder / LEDGER):
+            return self._copied[1]
         if (found := self._of_ledger(self._read_ledger)) is not None:
-            self._ending = stamp, found.ending
+            self._ending, self._copied = (stamp, found.ending), (stamp, found)
             return found
         self._counted = (float("-inf"), None)
         return _Recorded()
