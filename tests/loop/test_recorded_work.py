@@ -25,12 +25,12 @@ from stretto.rollout.controller import Controller, ControllerState
 from stretto.rollout.prompts import PromptStream
 from stretto.store.inspection import Inspection
 from stretto.store.series.lines import Extent
-from stretto.store.series.metrics import WRITTEN, read_metrics, rewind_metrics
+from stretto.store.series.metrics import WRITTEN, SampledCompletion, read_metrics, rewind_metrics, rewind_samples
 from stretto.store.totals import Totals
 from stretto_report.reading.inspection import inspect_run
 from stretto_report.reading.series import read_spans
 from tests.loop.desk import BATCH, PROMPT, UPDATE, Desk
-from tests.store.make import buffered, run_at
+from tests.store.make import RIGHT, buffered, run_at, sql
 
 
 def counted(found: Inspection) -> dict[str, int]:
@@ -77,6 +77,16 @@ def test_the_ledger_knows_the_lines_up_to_its_newest_update(desk: Desk) -> None:
     desk.recorder.updated(BATCH, replace(UPDATE, step=2))  # a kill loses it
     rewind_metrics(metrics, 1, written[metrics.name])
     assert metrics.stat().st_size == before
+
+
+def test_a_kill_behind_an_evaluation_keeps_its_line_and_its_samples_or_neither(desk: Desk) -> None:
+    desk.one_step()
+    desk.recorder.held_out([SampledCompletion.of(PROMPT, (1,), "11", RIGHT)])
+    desk.recorder.evaluated(Evaluation(version=1, prompts=1, right=1, undecided=0, tokens=2), step=1)
+    ((updated,),) = sql(desk.folder.ledger, "SELECT count(published_version) FROM steps")  # what a kill leaves
+    rewind_metrics(desk.folder.metrics, updated)
+    rewind_samples(desk.folder.held_out, 1)  # its batch is on record
+    assert len(read_metrics(desk.folder.metrics)[1]) == len(desk.folder.held_out.read_bytes().splitlines())
 
 
 def test_turns_that_no_trajectory_has_are_wasted_and_have_failed(desk: Desk) -> None:

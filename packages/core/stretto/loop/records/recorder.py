@@ -36,6 +36,7 @@ from stretto.store.series.metrics import (
     WRITTEN,
     EvaluationLine,
     MetricsLog,
+    SampledCompletion,
     SetEvaluationLine,
     StepMetrics,
     alike,
@@ -93,7 +94,6 @@ class Recorder:
         self.clock = clock
         self._selection = selection
         self._samples = WatchedSamples(folder, reporter.say, sample_seconds)
-        self.held_out = self._samples.held_out
         self._slow_reward = slow_reward
         #: Evaluations on record, by the name of their set ("": the main set).
         self.on_record = read_evaluations(folder.metrics)
@@ -270,6 +270,12 @@ class Recorder:
         `generated`."""
         for engine, tokens in completion.segment.writers:
             self._evaluation_tokens[engine] += tokens
+
+    def held_out(self, samples: Sequence[SampledCompletion]) -> None:
+        """Append the samples of a finished evaluation to ``held_out.jsonl``; its line of metrics follows (`evaluated`).
+        Flushes the ledger: after a kill, a resume drops the line if it does not find the update of that version."""
+        self._ledger.flush()
+        self._samples.held_out(samples)
 
     def evaluated(self, evaluation: Evaluation, step: int, name: str = "", asked: str = "") -> None:
         """Append a held-out accuracy, whose evaluation began at `step`, to the metrics, and show it. `name`: name of
