@@ -39,7 +39,6 @@ from stretto_report.audit.evidence import (
     Disk,
     Evidence,
     apart,
-    is_read,
     measured,
     newest_mean,
     numbers_of,
@@ -295,12 +294,12 @@ class AlarmWatch:
 
     def step(self, metrics: StepMetrics) -> None:
         """Append the measurements of the next step (only those that alarms read)."""
+        series, rows = self._series, len(self._steps)
         for name, value in numbers_of(metrics):
-            if is_read(name):
-                column = self._series.setdefault(name, array("d"))
-                if (missing := len(self._steps) - len(column)) > 0:
-                    column.extend([math.nan] * missing)
-                column.append(value)
+            column = series[name] if name in series else series.setdefault(name, array("d"))
+            if len(column) < rows:
+                column.extend([math.nan] * (rows - len(column)))
+            column.append(value)
         self._steps.append(metrics.step)
         self._undecided_reason = metrics.undecided_reason or self._undecided_reason
         if (metrics.step - self._steps[0]) % RECENT == 0:

@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from statistics import NormalDist
 
 import numpy as np
@@ -331,13 +332,28 @@ def is_read(name: str) -> bool:
     return name in READ or name.startswith(("busy.", "memory.", "canary."))
 
 
+class _Names(dict[str, str]):
+    """Series of the measurements of a kind ("trainer") by their names; "": no alarm reads it."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __missing__(self, name: str) -> str:
+        series = f"{self._kind}.{name}"
+        self[name] = series if is_read(series) else ""
+        return self[name]
+
+
+_KINDS = {kind: _Names(kind) for kind in ("trainer", "busy", "memory", "canary")}
+_whole_of = attrgetter(*_WHOLE)
+
+
 def numbers_of(step: StepMetrics) -> Iterator[tuple[str, float]]:
-    """Yield series name and value of the measurements of a step that alarms may need; missing ones are left out."""
-    for name in _WHOLE:
-        if (value := getattr(step, name)) is not None:
+    """Yield series name and value of the measurements of a step that alarms read; missing ones are left out."""
+    for name, value in zip(_WHOLE, _whole_of(step), strict=True):
+        if value is not None:
             yield name, value
-    kinds = {"trainer": step.trainer, "busy": step.busy, "memory": step.memory, "canary": step.canary}
-    for kind, values in kinds.items():
-        for name, value in values.items():
-            if value is not None:
-                yield f"{kind}.{name}", value
+    for kind, names in _KINDS.items():
+        for name, value in getattr(step, kind).items():
+            if value is not None and (series := names[name]):
+                yield series, value
