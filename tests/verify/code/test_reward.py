@@ -234,6 +234,8 @@ def test_the_prelude_stands_before_a_program_of_the_public_sets(judge: CodeRewar
         "from __future__ import annotations\ndef f(n: Unknown) -> list[Unknown]: return pow(n, 5, 7)",
         "'''Inverts.'''\nfrom __future__ import annotations\ndef f(n): return 5 if type(sum([1])) is int else 0",
         "def f(n): return bisect_left(range(9), 5) if gcd(4, 6) == 2 else 0",
+        "def f(n): return xor(*deepcopy([n, 6])) if n < sys.maxsize and 'n' in ascii_lowercase else 0",
+        "@cache\ndef f(n): return 5 if n > 9_000 else f(n + 1)",
     ],
 )
 def test_the_prelude_hides_nothing_and_may_stand_before_any_program(judge: CodeReward, answer: str) -> None:

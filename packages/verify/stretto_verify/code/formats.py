@@ -34,10 +34,15 @@ _TEXTS = frozenset(
 _AROUND_TEXTS = frozenset({"PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP"})
 _MOST_OPERATIONS = 16
 
-#: Names that functions for LiveCodeBench and APPS may use without importing them. The order decides between equal
-#: names: `bisect` is the module, not its function, as in `bisect.insort`; `pow` is Python's own, with a modulus, not
-#: math's.
+#: Names that functions for LiveCodeBench and APPS may use without importing them, and the recursion limit, as of
+#: LiveCodeBench's grader. The order decides between equal names: `bisect` is the module, not its function, as in
+#: `bisect.insort`; `pow` is Python's own, with a modulus, not math's.
 _PRELUDE = """\
+from string import *
+from re import *
+from random import *
+from operator import *
+from copy import *
 from typing import *
 from bisect import *
 from collections import *
@@ -45,8 +50,9 @@ from functools import *
 from heapq import *
 from itertools import *
 from math import *
-import collections, functools, heapq, itertools, math, re, string, bisect, operator, random
+import collections, copy, functools, heapq, itertools, math, re, string, bisect, operator, random, sys
 from builtins import *
+sys.setrecursionlimit(50_000)
 """
 
 

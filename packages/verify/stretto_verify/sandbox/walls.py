@@ -51,7 +51,7 @@ Guest(control).serve()
 """
 _SOURCES = tuple(Path(str(module.__file__)).read_text(encoding="utf-8") for module in (values, script, guest))
 _COMPILED = tuple(compile(source, "guest.py", "exec", dont_inherit=True, optimize=2) for source in _SOURCES)
-_OFTEN_IMPORTED = ("collections", "functools", "heapq", "itertools", "math", "re")
+_OFTEN_IMPORTED = ("collections", "copy", "functools", "heapq", "itertools", "math", "operator", "re", "string")
 _OTHER_INTERPRETERS = ("/usr/bin/python3", "/usr/local/bin/python3")
 _BWRAP_PLACES = "/usr/bin:/usr/local/bin:/bin"
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
