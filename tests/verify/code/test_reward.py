@@ -98,6 +98,8 @@ def test_programs_by_standard_input(judge: CodeReward, answer: str, expected: Ju
         ("f = 3", Judgement(0, 3, "call 1: TypeError: 'int' object is not callable")),
         ("raise ValueError", Judgement(0, 3, "exit status 1: ValueError")),
         ("if __name__ == '__main__': raise ValueError\ndef f(n): return [n * n, str(n)]", Judgement(3, 3)),
+        ("def f(n): return [n * n, str(n)] if n < 8 else exit()", Judgement(1, 3, "exit status 0")),
+        ("def f(n): exit()", Judgement(0, 3, "exit status 0")),
     ],
 )
 def test_programs_by_calls(judge: CodeReward, answer: str, expected: Judgement | None) -> None:

@@ -146,7 +146,7 @@ class CodeReward:
         ended = self._run({**program._asdict(), "calls": calls}, b"", *clock.allow(len(tests)))
         clock.charge(ended)
         lines = ended.output.count(b"\n")
-        if lines > len(tests) or (ended.well and (lines < len(tests) or ended.output[-1:] != b"\n")):
+        if lines > len(tests) or (ended.well and ended.output[-1:] not in (b"", b"\n")):
             return 0, "it wrote among the results of its calls"
         results = [_result(line) for line in ended.output.split(b"\n")[:lines]]
         right = [
@@ -155,7 +155,7 @@ class CodeReward:
         ]
         if ended.timed_out and all(right) and not self._is_slow_alone(ended):
             return sum(right), _OUT_OF_TIME  # no single call took too long, but all together did
-        if not ended.well:
+        if not ended.well or lines < len(tests):  # a call may end the program, with status 0
             return sum(right), ended.how
         problems = (
             f"call {number}: {result.get('error', 'wrong result')}"
