@@ -244,6 +244,13 @@ def test_the_prelude_hides_nothing_and_may_stand_before_any_program(judge: CodeR
     assert judge.judge(answer, parse_tests({"fn_name": "f", "inputs": [[3]], "outputs": [5]})) == Judgement(1, 1)
 
 
+def test_programs_of_the_public_sets_have_the_limits_of_livecodebenchs_grader(judge: CodeReward) -> None:
+    tests = parse_tests({"inputs": ["9000"], "outputs": ["9000"]})
+    assert judge.judge("def f(n): return n and f(n - 1) + 1\nprint(f(int(input())))", tests) == Judgement(1, 1)
+    tests = parse_tests([{"input": "7" * 9000, "output": "7" * 9000, "testtype": "stdin"}])
+    assert judge.judge("print(int(input()))", tests) == Judgement(1, 1)
+
+
 @pytest.mark.parametrize(
     ("answer", "passes"),
     [

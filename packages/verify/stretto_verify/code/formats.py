@@ -34,10 +34,14 @@ _TEXTS = frozenset(
 _AROUND_TEXTS = frozenset({"PROTO", "FRAME", "PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE", "STOP"})
 _MOST_OPERATIONS = 16
 
-#: Names that functions for LiveCodeBench and APPS may use without importing them, and the recursion limit, as of
-#: LiveCodeBench's grader. The order decides between equal names: `bisect` is the module, not its function, as in
-#: `bisect.insort`; `pow` is Python's own, with a modulus, not math's.
-_PRELUDE = """\
+#: Limits of programs for LiveCodeBench and APPS: those of LiveCodeBench's grader. Old interpreters have none of digits.
+_LIMITS = """\
+__import__("sys").setrecursionlimit(50_000)
+getattr(__import__("sys"), "set_int_max_str_digits", id)(50_000)
+"""
+#: The same, and names that their functions may use without importing them. The order decides between equal names:
+#: `bisect` is the module, not its function, as in `bisect.insort`; `pow` is Python's own, with a modulus, not math's.
+_PRELUDE = f"""\
 from string import *
 from re import *
 from random import *
@@ -52,8 +56,7 @@ from itertools import *
 from math import *
 import collections, copy, functools, heapq, itertools, math, re, string, bisect, operator, random, sys
 from builtins import *
-sys.setrecursionlimit(50_000)
-"""
+{_LIMITS}"""
 
 
 def parse_tests(given: object) -> ProgramTests:
@@ -186,11 +189,12 @@ def _list(tests: object, metadata: Mapping[str, Any]) -> ProgramTests:
         raise BadTests(f"tests are {type(tests).__name__}, not a list")
     read = [_test(test, f"test {number}", metadata) for number, test in enumerate(tests, start=1)]
     calls = tuple([test for test in read if isinstance(test, CallTest)])
+    prelude = _PRELUDE if calls else _LIMITS
     foreign = not any(isinstance(test, dict) and ("call" in test or "stdin" in test) for test in tests)
     return ProgramTests(
         stdin=tuple([test for test in read if isinstance(test, StdinTest)]),
         calls=calls,
-        prelude=_PRELUDE if foreign and calls else "",
+        prelude=prelude if foreign else "",
         alike=foreign,
     )
 
@@ -226,7 +230,7 @@ def _lists(inputs: object, outputs: object, name: object) -> ProgramTests:
     pairs = list(zip(inputs, outputs, strict=True))
     if not name:
         texts = [(_joined(given, "inputs"), _joined(wanted, "outputs")) for given, wanted in pairs]
-        return ProgramTests(stdin=tuple(StdinTest(*pair) for pair in texts), alike=True)
+        return ProgramTests(stdin=tuple(StdinTest(*pair) for pair in texts), prelude=_LIMITS, alike=True)
     name = _text(name, "fn_name")
     if not all(isinstance(given, list) for given, _ in pairs):
         raise BadTests("'inputs' of a function are not lists of arguments")

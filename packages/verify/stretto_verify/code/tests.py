@@ -45,7 +45,7 @@ class ProgramTests(Record, frozen=True):
 
     stdin: tuple[StdinTest, ...] = ()
     calls: tuple[CallTest, ...] = ()
-    prelude: str = ""  #: imports that run before the program
+    prelude: str = ""  #: imports and limits, run before the program
     preamble: str = ""  #: text that the completion continues: imports, helpers, and the head of `entry_point`
     entry_point: str = ""  #: name of the function whose head ends `preamble`
     alike: bool = False  #: whether values that are equal in Python count as the same: 1 and True
