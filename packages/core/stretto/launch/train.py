@@ -153,9 +153,12 @@ def prepare(
         # One ledger for all: to open it, all trajectories of a run that an earlier version has begun are counted.
         with closing(Ledger(folder.ledger, recipe.store)) as ledger:
             beginning = _where_it_ended(folder, plan, ledger)
+            lacking = _check_questions(folder, plan, ledger)
             write = write and not beginning.done
             prepared = Prepared(with_stops_on_record(plan, ledger, write=write), folder, beginning)
             if write:
+                for key, fact in lacking.items():
+                    ledger.put(key, fact)
                 record_recipe(ledger, recipe)
                 record_sources(ledger, recipe, beginning.changed)
         if write:
@@ -385,9 +388,10 @@ def _check_moved(folder: RunFolder, before: Recipe, plan: Plan, ledger: Ledger) 
     return (*files.get(before.task.kind, ()), *_FOLDERS, *(("model.path",) if known is not None else ()))
 
 
-def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
+def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> dict[str, object]:
     """Raise RunFolderError if the questions of a resumed run, or their order, have changed: the run continues at a
-    position in the training questions. A digest that is not on record is recorded."""
+    position in the training questions. Returns the facts that are not on record, by name."""
+    lacking = dict[str, object]()
     for what, key, found in (
         ("training questions", _QUESTIONS, question_fingerprints(plan)),
         ("held-out questions", _HELD_OUT, (plan.kept_apart_digest,)),
@@ -395,8 +399,8 @@ def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
     ):
         known = ledger.get(key, str)
         if known is None:  # the run was killed before it was recorded, or began with an earlier version of stretto
-            ledger.put(key, found[0])
-        if known is not None and known not in found:
+            lacking[key] = found[0]
+        elif known not in found:
             changed = (
                 f"the {what} are not those of the run (the data or the tokenizer has changed: their digest "
                 f"is {found[0]}, on record is {known})"
@@ -404,10 +408,11 @@ def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
             raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
     order, found_order = ledger.get(DATA, DataRecord), DataRecord.of(plan)
     if order is None:
-        ledger.put(DATA, found_order)
+        lacking[DATA] = found_order
     elif order != found_order:
         changed = "the sources, their weights or the curriculum are not those of the run; they determine the order"
         raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
+    return lacking
 
 
 def _where_it_ended(folder: RunFolder, plan: Plan, ledger: Ledger) -> StartState:
@@ -415,8 +420,8 @@ def _where_it_ended(folder: RunFolder, plan: Plan, ledger: Ledger) -> StartState
 
     Raises:
         RecipeError: this version of stretto does not accept the recorded recipe.
-        RunFolderError: settings, model or questions have changed that may not change; the checkpoint is of another
-            model; or more steps are done than asked for.
+        RunFolderError: settings or model have changed that may not change; the checkpoint is of another model; or more
+            steps are done than asked for.
         StoreError: the ledger, a line of the metrics, or every checkpoint is damaged.
     """
     recipe, before = plan.recipe, recorded_recipe(folder, ledger.get(RECIPE, str))
@@ -426,7 +431,6 @@ def _where_it_ended(folder: RunFolder, plan: Plan, ledger: Ledger) -> StartState
     if changes:
         remedy = f"a resumed run may change only {', '.join(_MAY_CHANGE)}"
         raise RunFolderError(Problem(f"{folder.path}: {key}", found, remedy) for key, found in changes)
-    _check_questions(folder, plan, ledger)
     beginning = StartState.of(folder, recipe.store.keep_checkpoints)
     if beginning.saved_step:
         check_checkpoint(Checkpoints(folder.checkpoints).path(beginning.saved_step), recipe.trainer, folder.policy(0))
