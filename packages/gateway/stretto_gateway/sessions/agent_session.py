@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from typing import Any, Literal
 import msgspec
 
 from stretto.core.deadlines import deadline
-from stretto.core.errors import RefusedRequest, several
+from stretto.core.errors import DataError, RefusedRequest, several
 from stretto.core.events import RecordedCall
 from stretto.core.forest import parent_of, paths
 from stretto.core.records import Record, Segment
@@ -306,9 +307,10 @@ class AgentSession:
         prompt = await self._prompt(history, request.tools)
         if self.session.earlier and self.session.waiting(prompt.tokens) is None:
             # An earlier version has begun turns without the question's arguments of the chat template.
-            before = await self._prompt(history, request.tools, self.model.renderer)
-            node = self.session.waiting(before.tokens)
-            prompt = before if node is not None and node < self.session.earlier else prompt
+            with suppress(DataError):  # it may need them
+                before = await self._prompt(history, request.tools, self.model.renderer)
+                node = self.session.waiting(before.tokens)
+                prompt = before if node is not None and node < self.session.earlier else prompt
         sampling = rule.sampling(request, len(prompt.tokens))
         self._bridge.begin(history, prompt)
         sampled = await self.session.turn(prompt.tokens, sampling, prompt.cause)
