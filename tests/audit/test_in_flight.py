@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from stretto.loop.engines.in_flight import restore
 from stretto.rollout.adaptive import AdaptiveInFlight, Pressure
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState, Ticket
 from stretto.rollout.prompts import PromptStream
+from stretto.store.ledger.reading import read_unfinished
 from stretto_report.audit.check import check_run
 from stretto_report.reading.inspection import inspect_run
 from tests.audit.runs import RECIPE, train, trajectories
@@ -91,6 +93,25 @@ def test_a_resume_finds_the_number_and_the_window_that_was_being_measured(run_di
         control = Controller(CONFIG, PromptStream(PROMPTS, 1, state.position), ledger, 1, version=2, state=state)
         assert control.max_in_flight == 3
         assert control.state().in_flight == state.in_flight
+
+
+def test_a_number_that_grew_before_a_kill_holds_for_the_groups_that_are_issued_after_it(tmp_path: Path) -> None:
+    (tmp_path / "recipe.toml").write_text(AUTO)
+    with ledger_at(tmp_path / "ledger.sqlite") as ledger:
+        control = Controller(CONFIG, PromptStream(PROMPTS, seed=1), ledger, seed=1)
+        ledger.watch("standing", control.state)
+        finish(control, admitted(control))
+        admitted(control)
+        control.observe_pressure(Pressure(0.1))
+        assert control.max_in_flight == 4
+    with ledger_at(tmp_path / "ledger.sqlite") as ledger:
+        state = ledger.get("standing", ControllerState)
+        assert state is not None
+        control = Controller(CONFIG, PromptStream(PROMPTS, 1, state.position), ledger, 1, state=state)
+        restore(control, state, read_unfinished(tmp_path / "ledger.sqlite"))
+        ledger.watch("standing", control.state)
+        assert (len(admitted(control)), control.in_flight) == (2, 4)
+    assert check_run(tmp_path).kept, check_run(tmp_path)
 
 
 @pytest.mark.parametrize("still_there", [True, False])

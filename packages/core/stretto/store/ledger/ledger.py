@@ -135,7 +135,8 @@ class Ledger:
         self._tally = Tally(*states_on_record(self._connection)) if known is None else known
         self._sources[COUNTED] = lambda: self._tally.fact(self._next_key, live, keep)
         self._changes = find_fact(facts, self._path, BOUNDS, list[BoundChange]) or []
-        self._flights = MostInFlight(facts, self._path, live)
+        changed = self._changes[-1].key if self._changes else 0
+        self._flights = MostInFlight(facts, self._path, live, changed)
 
     # The life of a trajectory.
 

@@ -352,12 +352,15 @@ class MostInFlight:
     """Counts groups in flight; keeps the highest number for each stretch between two changes of a bound (the fact
     `IN_FLIGHT`)."""
 
-    def __init__(self, facts: Iterable[tuple[str, str, object]], path: Path, rows: Iterable[LiveRow]) -> None:
+    def __init__(
+        self, facts: Iterable[tuple[str, str, object]], path: Path, rows: Iterable[LiveRow], changed: int = 0
+    ) -> None:
         """Continue the count of an existing ledger. `facts`: rows of its table ``meta``; `path`: of the ledger, for
-        messages; `rows`: its trajectories that are in flight or buffered. Raises StoreError if a fact is damaged."""
+        messages; `rows`: its trajectories that are in flight or buffered; `changed`: key of the first group since the
+        last change of a bound. Raises StoreError if a fact is damaged."""
         self._stretches = find_fact(facts, path, IN_FLIGHT, list[tuple[int, int]]) or []
         self._members = Counter(row.group_key for row in rows if row.state is State.IN_FLIGHT)
-        self._begins = not self._stretches
+        self._begins = not self._stretches or self._stretches[-1][0] < changed
 
     def changed(self) -> None:
         """Begin a new stretch with the next group: a bound has changed."""
