@@ -80,6 +80,9 @@ def advantages_by_path(
     found = defaultdict[str, list[Column]](list)
     advantages = advantages_of(estimator, [[completion for completion, _ in units] for units in order])
     for (_, parts), one_by_one in zip(chain.from_iterable(order), chain.from_iterable(advantages), strict=True):
+        if len(parts) == 1:
+            found[parts[0][0]].append(one_by_one)
+            continue
         ends = accumulate((count for _, count in parts), initial=0)
         for (id, _), (start, end) in zip(parts, pairwise(ends), strict=True):
             found[id].append(one_by_one[start:end])
@@ -149,7 +152,7 @@ def _part(path: ScoredPath) -> tuple[str, int]:
 def _shaped(config: AlgorithmConfig, longest: int, one: ScoredTrajectory) -> float:
     """The shaped reward of a trajectory. The length that counts is that of its longest turn, because
     ``sampling.max_tokens`` limits each turn."""
-    length = max((turn.tokens for path in one.paths for turn in path.path.turns), default=0)
+    length = max([turn.tokens for path in one.paths for turn in path.path.turns], default=0)
     return shaped(one.trajectory.reward, length, longest, config.shaping)
 
 

@@ -9,6 +9,7 @@ Axes: T token, S own sampled token.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
@@ -85,6 +86,7 @@ def trajectory_of(path: str) -> str:
 
 
 def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str, evidence: Evidence) -> PathTokens:
+    context = [_array(prompt.token_ids)] if path.behind_prompt else []
     start = end = len(prompt.token_ids) if path.behind_prompt else 0
     spans = list[Ints]()
     for place in path.segments:
@@ -93,7 +95,7 @@ def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str, evidenc
     if spans[0][0] == 0:
         raise BoundViolated(f"trajectory {trajectory.id}: a token was sampled without any context")
     own = [trajectory.segments[place] for place in path.trained]
-    parts = [prompt.token_ids[:start], *(_ids(trajectory.segments[place]) for place in path.segments)]
+    parts = [*context, *[_ids(trajectory.segments[place]) for place in path.segments]]
     return PathTokens(
         id=id,
         token_ids=joined(parts, np.int32),
@@ -129,7 +131,12 @@ def root_of(trajectory: Trajectory, path: Path) -> str:
 
 def turns_before(trajectory: Trajectory, path: Path) -> int:
     """Number of turns on the path that belong to earlier paths."""
-    return sum(trajectory.segments[place].sampled for place in path.segments) - len(path.trained)
+    return sum([trajectory.segments[place].sampled for place in path.segments]) - len(path.trained)
+
+
+@lru_cache(maxsize=1)  # the trajectories of a group follow each other
+def _array(ids: tuple[int, ...]) -> Ints:
+    return np.array(ids, np.int32)
 
 
 def _ids(segment: Segment) -> Ints:
@@ -144,13 +151,15 @@ def _logprobs(segment: Segment) -> npt.NDArray[Any]:
 
 
 def _versions(segment: Segment) -> Ints:
+    if len(segment.stamps) == 1:
+        return np.full(segment.length, segment.stamps[0][0], np.int32)
     versions, counts = np.asarray(segment.stamps, np.int32).T
     return np.repeat(versions, counts)
 
 
 def _newest_writer(own: Sequence[Segment]) -> str:
     """The engine that sampled these segments' tokens of the newest version; "" if there are several, or unrecorded."""
-    newest = max(segment.stamps[-1][0] for segment in own)
+    newest = max([segment.stamps[-1][0] for segment in own])
     names = set[str]()
     for segment in own:
         version, sampled = segment.stamps[-1]
@@ -163,8 +172,14 @@ def _newest_writer(own: Sequence[Segment]) -> str:
 def joined(parts: Sequence[Any], kind: Any) -> npt.NDArray[Any]:
     """Convert each column of numbers in `parts` to dtype `kind` (`as_column`), and concatenate them. A single array of
     this dtype is returned itself."""
-    columns = [as_column(part, kind) for part in parts]
-    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+    if len(parts) == 1:
+        return as_column(parts[0], kind)
+    return np.concatenate([as_column(part, kind) for part in parts])
+
+
+@cache
+def _nothing(kind: Any) -> npt.NDArray[Any]:
+    return np.empty(0, kind)
 
 
 def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
@@ -175,7 +190,7 @@ def as_column(values: Any, kind: Any) -> npt.NDArray[Any]:
         if values.dtype == kind:
             return values
     elif not len(values):
-        return np.empty(0, kind)
+        return _nothing(kind)
     with np.errstate(over="ignore"):
         return np.asarray(values, kind)
 
@@ -186,4 +201,4 @@ def turns_of(trajectory: Trajectory, own: Sequence[Segment]) -> tuple[_PathTurn,
     apart = any(segment.reward is not None for segment in trajectory.segments)
     last = 0.0 if apart else trajectory.reward
     rewards = [(last if segment is own[-1] else 0.0) if segment.reward is None else segment.reward for segment in own]
-    return tuple(_PathTurn(segment.length, reward) for segment, reward in zip(own, rewards, strict=True))
+    return tuple([_PathTurn(segment.length, reward) for segment, reward in zip(own, rewards, strict=True)])

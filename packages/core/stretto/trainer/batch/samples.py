@@ -78,10 +78,11 @@ class Sample:
     targets: Whole = ()  # [M], tokens scored at these positions; empty: the tokens of the sequence
 
     def __post_init__(self) -> None:
+        held = vars(self)  # a field of a frozen class is not set by name
         for name, kind in _KINDS.items():
-            given = getattr(self, name)
-            if not isinstance(given, np.ndarray) or given.dtype != kind:
-                object.__setattr__(self, name, as_column(given, kind))
+            given = held[name]
+            if type(given) is not np.ndarray or given.dtype is not kind:
+                held[name] = as_column(given, kind)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Sample):
@@ -187,8 +188,10 @@ def _scored(
     if (newest := path.versions.max()) > version:
         known = f"version {newest}, but version {version} is being trained"
         raise BoundViolated(f"trajectory {path.id} has tokens of {known}")
-    fresh = path.versions >= oldest
-    trained = range(len(fresh)) if fresh.all() else np.flatnonzero(fresh)
+    if path.versions.min() >= oldest:
+        trained: Whole = range(len(path.versions))
+    else:
+        trained = np.flatnonzero(path.versions >= oldest)
     return ScoredPath(path=path, trained=trained, values=values.get(path.id, ()), kl=_weighted(kl, path.id, config))
 
 
