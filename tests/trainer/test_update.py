@@ -5,26 +5,30 @@ test_objectives.py.
 
 import math
 from pathlib import Path
+from queue import SimpleQueue
 
 import msgspec
 import pytest
 import torch
 
 from stretto.core.errors import BoundViolated, StoreError, TrainingDiverged
-from stretto.core.records import Batch, Segment, Trajectory
+from stretto.core.records import Batch, Sampling, Segment, Trajectory
 from stretto.trainer.batch.minibatch import minibatches
 from stretto.trainer.batch.samples import samples_of
 from stretto.trainer.config import TrainerConfig
+from stretto.trainer.messages import FromTrainer, Published, Train, Trained
 from stretto.trainer.objective.algorithm import AlgorithmConfig, ReferenceConfig
 from stretto.trainer.objective.corrections import CORRECTIONS
 from stretto.trainer.objective.surrogates import LOSSES
 from stretto.trainer.optimizer import UNCHANGED
+from stretto.trainer.ranks import ALONE
 from stretto.trainer.reference import ReferencePolicy
+from stretto.trainer.roles.trainer import TrainerRole
 from stretto.trainer.trainer import Trainer
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
 from tests.tolerances import EPS, LOGITS, RATE, near, rounding
 from tests.trainer.batches import LONGEST, assert_same, batch
-from tests.trainer.tiny import FORWARD, tiny
+from tests.trainer.tiny import FORWARD, spec_of, tiny
 
 CONFIG = TrainerConfig(
     learning_rate=RATE, eps=EPS, minibatches=3, micro_batch_tokens=24, weight_decay=0.1, max_grad_norm=0.7
@@ -200,3 +204,21 @@ def test_what_is_published_is_the_policy_and_spans_tell_the_story(tmp_path: Path
     assert [(span.name, span.version) for span in spans] == [("proximal", 0), ("update", 0), ("publish", 1)]
     assert all(span.start <= span.end for span in spans)
     assert trainer.drain_spans() == []
+
+
+def test_a_step_is_reported_before_its_version_is_proven_and_copied(tmp_path: Path) -> None:
+    """The conductor prepares the next order meanwhile."""
+    tiny().save_pretrained(tmp_path / "start")
+    told: SimpleQueue[FromTrainer] = SimpleQueue()
+    spec = spec_of(tmp_path / "start", CONFIG, Sampling(max_tokens=4), canary=(1, 2, 3))
+    role = TrainerRole(spec, SharedMemoryPublisher("t", tmp_path), ALONE, told.put)
+    trained = role.carry_out(Train(batch=batch(0)))
+    assert isinstance(trained, Trained)
+    assert [span.name for span in trained.spans] == ["proximal", "update"]
+    assert told.empty()
+    role.replied()
+    notice = told.get(timeout=10)
+    assert isinstance(notice, Published)
+    assert notice.canary is not None
+    assert [span.name for span in notice.before] == ["prove", "publish"]
+    assert SharedMemorySubscriber("t", tmp_path).newest() == notice.version == 1

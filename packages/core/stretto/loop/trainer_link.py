@@ -159,6 +159,7 @@ class TrainerLink:
         """Handle the trainer's notice that a version can be loaded. The canary is passed on first, since engines that
         load the version are checked with it."""
         self._canary_published(published.canary)
+        self._keep(published.before)
         if published.span is not None:
             self._spans.append(published.span)  # not in its busy seconds: the writing overlaps with orders
         self._published = published.version
@@ -214,8 +215,8 @@ class TrainerLink:
     async def train(self, batch: Batch, *, publish: bool = True) -> Update:
         """Train on the batch; returns the update when the step is done.
 
-        If `publish`, the new weights are copied by then. They are written while later orders go on; `published` waits
-        for that. A trainer that dies is replaced, and the batch trained again.
+        If `publish`, the new weights are copied before the trainer reads its next order, and written while it carries
+        that out; `published` waits for the writing. A trainer that dies is replaced, and the batch trained again.
 
         Raises:
             RoleDied: the trainer died more often than `deadlines.trainer_restarts` allows, or is not replaced.

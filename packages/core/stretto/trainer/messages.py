@@ -134,16 +134,18 @@ class Ready(Record, frozen=True, tag=True):
 
 class Published(Record, frozen=True, tag=True):
     """Notice: engines can load the version. `canary`: expected scores by which they prove it, if the run has a canary.
-    `span`: time and bytes of the writing, which ran beside other work; None: not measured."""
+    `span`: time and bytes of the writing, which ran beside other work; None: not measured. `before`: spans of proving
+    and copying the version, which began once the reply to its order was sent."""
 
     version: int
     canary: Canary | None = None
     span: Span | None = None
+    before: tuple[Span, ...] = ()
 
 
 class Trained(Record, frozen=True, tag=True):
-    """Reply: the step is done and, if ordered, the next version is copied, so that training may continue. `agreement`:
-    by engine, how far its log-probabilities of tokens by the version before the step are from the trainer's."""
+    """Reply: the step is done. If ordered, the next version is copied before the next order is read. `agreement`: by
+    engine, how far its log-probabilities of tokens by the version before the step are from the trainer's."""
 
     update: Update
     spans: tuple[Span, ...]

@@ -84,6 +84,7 @@ class TrainerRole:
         among the visible GPUs. `where`: text that names the machine in errors, if it is not rank 0's."""
         self._gpu, self._where = gpu, where
         self._tell, self._writing, self._publishing = tell, threading.Thread(), threading.Thread()
+        self._behind = False  # a version is published once the reply to its order is sent
         look_in(spec.path)
         self._config = config = TrainerConfig.model_validate_json(spec.trainer)
         self._spec, self._publisher, self._ranks = spec, publisher, ranks
@@ -152,41 +153,55 @@ class TrainerRole:
         return self._trainer.version
 
     def carry_out(self, order: Train | Publish | SaveCheckpoint | SavePolicy) -> FromTrainer:
-        """Carry out an order and return the reply: `Trained`, `Copied` or `PolicySaved`. A version or a checkpoint is
-        only copied by then: a thread publishes or writes it, and `tell` hears how that ended. All ranks must get the
-        same orders in the same order. Raises the errors of `Trainer`, and OutOfMemory."""
+        """Carry out an order and return the reply: `Trained`, `Copied` or `PolicySaved`; call `replied` once it is
+        sent. A version or a checkpoint is only copied by then: a thread publishes or writes it, and `tell` hears how
+        that ended. All ranks must get the same orders in the same order. Raises the errors of `Trainer`, and
+        OutOfMemory."""
         match order:
             case Train():
                 with self._memory_named(f"in step {order.batch.step}"):
                     update = self._trainer.train(order.batch)
-                if order.publish:
-                    self._publish()
                 spans, agreement = tuple(self._trainer.drain_spans()), self._trainer.agreement
+                if order.publish and self._ranks.count > 1:
+                    spans += self._publish()
+                self._behind = order.publish and self._ranks.count == 1
                 return Trained(update=update, spans=spans, agreement=agreement)
             case Publish():
-                self._publish()
-                return Copied(span=self._trainer.drain_spans()[-1])
+                return Copied(span=self._publish()[-1])
             case SaveCheckpoint():
                 return self._copy(order.folder)
             case SavePolicy():
                 with self._memory_named("while it saved its policy"):
                     return self._save_policy(order.folder)
 
-    def _publish(self) -> None:
-        """Start to copy the version, and start a thread that publishes the copy. Waits for the previous
-        publication."""
+    def replied(self) -> None:
+        """Copy the version of a step whose reply is sent, unless there are other ranks, and start to publish it: while
+        the conductor prepares the next order. Raises the errors of `Trainer`, and OutOfMemory."""
+        if self._behind:
+            self._behind = False
+            self._publish(told=True)
+
+    def _publish(self, *, told: bool = False) -> tuple[Span, ...]:
+        """Start to copy the version, and start a thread that publishes the copy. Waits for the previous publication.
+        Returns the spans; `told`: the notice of the publication has them too."""
         if self._publishing.ident is not None:  # one version after the other
             self._publishing.join()
         with self._memory_named(f"while it copied version {self.version}"):
             write = self._trainer.copied(self._publisher, self._spec.canary, getattr(torch, self._spec.held))
-        self._publishing = threading.Thread(target=self._write_version, args=(write, self.version), name="publication")
+        spans = tuple(self._trainer.drain_spans())
+        given = (write, self.version, spans if told else ())
+        self._publishing = threading.Thread(target=self._write_version, args=given, name="publication")
         self._publishing.start()
+        return spans
 
-    def _write_version(self, write: Callable[[], tuple[Canary | None, Span]], version: int) -> None:
-        """Publish a copy by `write`, and send the conductor `Published`, or `Failed` with the error, whatever it is."""
+    def _write_version(
+        self, write: Callable[[], tuple[Canary | None, Span]], version: int, before: tuple[Span, ...]
+    ) -> None:
+        """Publish a copy by `write`, and send the conductor `Published`, with the spans `before`, or `Failed` with the
+        error, whatever it is."""
         try:
             canary, span = write()
-            told: Published | Failed = Published(version=version, canary=canary, span=span)
+            told: Published | Failed = Published(version=version, canary=canary, span=span, before=before)
         except Exception as error:  # errors of a thread would be lost, and torch raises many kinds
             traceback.print_exc()
             problem = described(error) if isinstance(error, OSError) else str(error)
@@ -265,6 +280,7 @@ def lead(spec: TrainerSpec, channel: RoleEnd[ToTrainer], spawner: Spawner) -> No
             if isinstance(order, Stop):
                 return
             channel.send(role.carry_out(order))
+            role.replied()
     except Exception as error:  # a dead rank makes collectives fail, with errors of many kinds
         if (loss := group.explain(error)) is None:
             raise
