@@ -388,6 +388,23 @@ def test_a_fact_for_what_is_no_ledger_is_refused(path: Path) -> None:
         put_fact(path, "seed", 3)
 
 
+def test_a_fact_for_a_ledger_that_was_moved_away_leaves_its_log_where_it_is_found_again(path: Path, make: Make) -> None:
+    """A reader keeps the log from being folded into the file when its writer ends."""
+    ledger = Ledger(path, StoreConfig())
+    ledger.issue("0.1.0", make.prompt, 2, 0)
+    ledger.flush()
+    with closing(sqlite3.connect(path)) as reader:
+        reader.execute("BEGIN")
+        reader.execute("SELECT * FROM groups").fetchall()
+        path.rename(away := path.with_name("away"))
+        with pytest.raises(StoreError, match="was moved"):
+            ledger.close()
+        with pytest.raises(StoreError, match="is missing"):
+            put_fact(path, "seed", 3)
+    away.rename(path)
+    assert states(path) == {"in_flight": 2}
+
+
 def test_a_new_ledger_holds_nothing_of_the_log_of_one_that_was_deleted(path: Path) -> None:
     log = path.with_name(f"{path.name}-wal")
     with closing(schema.open_for_writing(path)) as connection:

@@ -135,8 +135,7 @@ class Ledger:
         self._tally = Tally(*states_on_record(self._connection)) if known is None else known
         self._sources[COUNTED] = lambda: self._tally.fact(self._next_key, live, keep)
         self._changes = find_fact(facts, self._path, BOUNDS, list[BoundChange]) or []
-        changed = self._changes[-1].key if self._changes else 0
-        self._flights = MostInFlight(facts, self._path, live, changed)
+        self._flights = MostInFlight(facts, self._path, live, self._changes)
 
     # The life of a trajectory.
 
@@ -460,9 +459,9 @@ class Ledger:
 
 def put_fact(path: Path, name: str, value: object) -> None:
     """Store `value` as JSON under a name, replacing an earlier one, in the ledger at `path`, which no process has open
-    for writing. Raises StoreError if the file is no ledger, is damaged, or cannot be written."""
+    for writing. Raises StoreError if the file is missing, is no ledger, is damaged, or cannot be written."""
     text = fact_text(value)
-    with closing(open_for_writing(path)) as connection:
+    with closing(open_for_writing(path, None)) as connection:
         try:
             connection.execute(_UPSERT_META, (name, text, seal(name, text)))
         except sqlite3.Error as error:

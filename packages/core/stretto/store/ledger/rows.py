@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import msgspec
 
-from stretto.core.admission import loss_tokens
+from stretto.core.admission import BoundChange, loss_tokens
 from stretto.core.errors import BoundViolated, StoreError
 from stretto.core.records import Batch, Record, Segment, State, StopReason, Trajectory, Update
 from stretto.core.states import ALLOWED
@@ -353,14 +353,18 @@ class MostInFlight:
     `IN_FLIGHT`)."""
 
     def __init__(
-        self, facts: Iterable[tuple[str, str, object]], path: Path, rows: Iterable[LiveRow], changed: int = 0
+        self,
+        facts: Iterable[tuple[str, str, object]],
+        path: Path,
+        rows: Iterable[LiveRow],
+        changes: Sequence[BoundChange] = (),
     ) -> None:
         """Continue the count of an existing ledger. `facts`: rows of its table ``meta``; `path`: of the ledger, for
-        messages; `rows`: its trajectories that are in flight or buffered; `changed`: key of the first group since the
-        last change of a bound. Raises StoreError if a fact is damaged."""
+        messages; `rows`: its trajectories that are in flight or buffered; `changes`: of its bounds. Raises StoreError
+        if a fact is damaged."""
         self._stretches = find_fact(facts, path, IN_FLIGHT, list[tuple[int, int]]) or []
         self._members = Counter(row.group_key for row in rows if row.state is State.IN_FLIGHT)
-        self._begins = not self._stretches or self._stretches[-1][0] < changed
+        self._begins = not self._stretches or any(self._stretches[-1][0] < change.key for change in changes[-1:])
 
     def changed(self) -> None:
         """Begin a new stretch with the next group: a bound has changed."""

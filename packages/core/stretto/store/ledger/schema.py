@@ -237,10 +237,10 @@ def page_for(tokens: int) -> int:
     return LARGE_PAGE if tokens * _TOKEN_BYTES >= _LARGE_BATCH else PAGE
 
 
-def open_for_writing(path: Path, page: int = PAGE) -> sqlite3.Connection:
+def open_for_writing(path: Path, page: int | None = PAGE) -> sqlite3.Connection:
     """Open the ledger at `path` for writing. A missing or empty file is created with its tables, in pages of `page`
-    bytes, and files that SQLite left beside it are removed; an older format is upgraded. The caller holds the lock of
-    the run folder.
+    bytes (None: it is refused), and files that SQLite left beside it are removed; an older format is upgraded. The
+    caller holds the lock of the run folder.
 
     The connection has no automatic transactions: the caller begins and ends them.
 
@@ -251,6 +251,8 @@ def open_for_writing(path: Path, page: int = PAGE) -> sqlite3.Connection:
     with ExitStack() as undo:
         try:
             if not path.exists() or not path.stat().st_size:  # an earlier version, killed here, left an empty file
+                if page is None:  # it would take the log of one that was moved away
+                    raise StoreError(f"{path}: is missing or empty")
                 for left in ("-journal", "-wal", "-shm"):  # of another file: SQLite would play them into the new one
                     path.with_name(f"{path.name}{left}").unlink(missing_ok=True)
                 _create(path, page)
