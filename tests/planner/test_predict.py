@@ -248,6 +248,12 @@ def test_many_devices_train_with_as_many_ranks_as_a_batch_feeds() -> None:
         candidates(large().with_settings({}, {}, {"minibatches": 64}), machine_of("h200"), 8)
 
 
+def test_devices_that_ranks_which_compute_together_use_up_are_told_with_the_least_number() -> None:
+    together = large().with_settings({}, {}, {"tensor_parallel": 4, "ranks": 4})
+    with pytest.raises(RecipeError, match=r"--gpus 4: too few devices .* 4 ranks; 5 are needed at least"):
+        candidates(together, machine_of("h200"), 4)
+
+
 def test_the_recipes_own_layout_needs_the_memory_too() -> None:
     """16 bytes of 7.6e9 parameters are more than one A100; the weights of an engine alone are more than 8 GiB."""
     with pytest.raises(RecipeError, match=r"trainer\.ranks = 1: .*training needs .* GiB too much"):

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 
-from stretto.core.errors import Problem, RecipeError
+from stretto.core.errors import Problem, RecipeError, several
 from stretto_foresight.planner.costs import Costs, Job, Layout, Memory
 from stretto_foresight.planner.machine import MachineProfile
 
@@ -114,7 +114,8 @@ def _too_large(job: Job, machine: MachineProfile, devices: int, found: list[Cost
         said = f"{job.completions} completions a step cannot be shared out to {job.trainer.minibatches} minibatches"
         return Problem(place, said, f"trainer.minibatches can be {job.completions} at most")
     if not found:
-        return Problem(place, "too few devices to generate and to train", "two are needed at least")
+        said = f"too few devices to generate and to train with {several(job.trainer.together, 'rank')}"
+        return Problem(place, said, f"{job.trainer.together + 1} are needed at least")
     least = min((one.memory() for one in found), key=lambda memory: memory.missing)
     return Problem(place, f"no layout has the memory: {_lack(least)}", _any_of(_remedies(job, machine, devices)))
 
