@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import math
 import sys
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import accumulate, chain
 from pathlib import Path
@@ -140,7 +140,8 @@ class TokenWriter:
         self._patience = patience
         self._config = TokensConfig.model_validate_json(spec.config)
         self._files = TokenFiles(Path(spec.folder), self._config.tokens_gib) if rank == 0 else None
-        self._writing = threading.Thread()
+        self._thread = ThreadPoolExecutor(1, "tokens")
+        self._writing: Future[None] | None = None
         self._hangs = False  # disk hangs: do not wait for it again
 
     def keeps(self, step: int) -> bool:
@@ -155,15 +156,15 @@ class TokenWriter:
         if not self.finish():
             self._say(tokens.batch.step, f"those of an earlier step are not written after {self._patience:g} s")
             return
-        self._writing = threading.Thread(target=self._write, args=(self._files, tokens), name="tokens")
-        self._writing.start()
+        self._writing = self._thread.submit(self._write, self._files, tokens)
+        self._writing.add_done_callback(Future.result)  # an error that is not expected goes to the log
 
     def finish(self) -> bool:
         """Wait until the last step is written; False if it is not written within `patience`, or at once if an earlier
         wait ended so and the write still hangs. True also if nothing was written."""
-        if self._writing.ident is not None:
-            self._writing.join(0.0 if self._hangs else self._patience)
-        self._hangs = self._writing.is_alive()
+        if self._writing is not None:
+            wait([self._writing], 0.0 if self._hangs else self._patience)
+            self._hangs = not self._writing.done()
         return not self._hangs
 
     def _write(self, files: TokenFiles, tokens: TrainedTokens) -> None:

@@ -65,6 +65,8 @@ from stretto.weights.shared_memory import SharedMemoryPublisher
 #: Messages that a trainer sends without an order, between its replies.
 Notice = CheckpointSaved | CheckpointFailed | Published | Failed
 
+_SMALL = 1 << 20  # bytes of a version whose writing is more work of the interpreter than of the memory
+
 
 class TrainerRole:
     """Carries out orders on one rank, and returns a reply to each (`trainer.messages`)."""
@@ -183,15 +185,19 @@ class TrainerRole:
 
     def _publish(self, *, told: bool = False) -> tuple[Span, ...]:
         """Start to copy the version, and start a thread that publishes the copy. Waits for the previous publication.
-        Returns the spans; `told`: the notice of the publication has them too."""
+        Returns the spans; `told`: the notice of the publication has them too, and a small version is published at once,
+        since a thread would take turns with the next step."""
         if self._publishing.ident is not None:  # one version after the other
             self._publishing.join()
         with self._memory_named(f"while it copied version {self.version}"):
             write = self._trainer.copied(self._publisher, self._spec.canary, getattr(torch, self._spec.held))
         spans = tuple(self._trainer.drain_spans())
-        given = (write, self.version, spans if told else ())
-        self._publishing = threading.Thread(target=self._write_version, args=given, name="publication")
-        self._publishing.start()
+        publish = partial(self._write_version, write, self.version, spans if told else ())
+        if told and self._trainer.copied_bytes <= _SMALL:
+            publish()
+        else:
+            self._publishing = threading.Thread(target=publish, name="publication")
+            self._publishing.start()
         return spans
 
     def _write_version(
