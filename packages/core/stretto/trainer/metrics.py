@@ -134,9 +134,13 @@ class Meter:
         """Every sum over micro-batches and ranks, by name, 0 for one that was not measured; and this rank's largest
         error."""
         # Read from the device once: each read waits for all that was launched.
-        sums = {name: torch.stack(values).sum().double() for name, values in self._sums.items() if values}
+        sums = {name: _sum(values).double() for name, values in self._sums.items() if values}
         sums |= {_LARGEST: torch.stack(self._errors).max().double()} if self._errors else {}
         found = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)) if sums else {}
         own = [found.get(name, 0.0) for name in self._sums]
         totals = ranks.all_reduce(torch.tensor(own, dtype=torch.float64))
         return dict(zip(self._sums, totals.tolist(), strict=True)), found.get(_LARGEST, 0.0)
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return values[0] if len(values) == 1 else torch.stack(values).sum()

@@ -42,7 +42,10 @@ def micro_batches(lengths: Sequence[int], capacity: int, fewest: int = 1) -> lis
     """
     batches: list[list[int]] = []
     room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    if fewest <= 1 and sum(lengths) <= capacity:
+        return [longest_first] if longest_first else []
+    for index in longest_first:
         fits = [b for b, left in enumerate(room) if lengths[index] <= left]
         if len(batches) < fewest or not fits:
             batches.append([index])
@@ -62,6 +65,8 @@ def minibatches(lengths: Sequence[int], count: int) -> list[list[int]]:
     >>> minibatches([8, 7, 6, 5, 4], 2)   # 8 + 5 + 4 and 7 + 6
     [[0, 3, 4], [1, 2]]
     """
+    if count == 1:
+        return [list(range(len(lengths)))] if lengths else []
     parts: list[list[int]] = [[] for _ in range(min(count, len(lengths)))]
     totals = [0] * len(parts)
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
