@@ -364,6 +364,8 @@ async def challenged(server: ToyServer, engine: ExternalEngine, version: int, to
     """Whether the engine has proven the version, while its server goes on with what it has."""
     challenge = Challenge(Canary(version, (2, 3, 4), (-9.0, -9.0), 1), tolerance)
     updating = asyncio.create_task(engine.update(version, challenge))
+    while not (server.paused or server.version == version or updating.done()):  # it reads the folder in a thread
+        await asyncio.sleep(0.001)
     while not updating.done():
         await asyncio.sleep(0.001)
         await play(server, count=4)
