@@ -11,9 +11,9 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from stretto.store.series.metrics import EvaluationLine, StepMetrics
+from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics, rewind_metrics
 from stretto_report.audit.alarms import CHECKS, AlarmWatch, findings_of, mismatch_of
-from stretto_report.audit.evidence import WINDOW, Alarm, Disk, Evidence, fallen
+from stretto_report.audit.evidence import KEPT, RECENT, WINDOW, Alarm, Disk, Evidence, fallen
 from tests.store.lines import evaluation_line, step_line
 
 N = 60
@@ -324,3 +324,37 @@ def test_what_is_kept_of_a_run_does_not_grow_with_its_steps_and_is_that_of_all_o
     assert kept is not None
     assert kept[0] == fell[0]
     assert 0 <= kept[1].step - fell[1].step <= 16  # the best of a block is kept, and of two blocks it may be well
+
+
+def _known(watch: AlarmWatch) -> tuple[object, ...]:
+    found = watch._evidence()
+    series = {name: values.tobytes() for name, values in found.series.items()}
+    return list(found.steps), series, list(found.evaluations), found.left_out
+
+
+def test_a_resume_reads_no_step_that_its_alarms_remember(tmp_path: Path) -> None:
+    path, count = tmp_path / "metrics.jsonl", 3 * RECENT + 9
+    log, live = MetricsLog(path), AlarmWatch(tmp_path, {})
+    live.recall(0)
+    for step in range(1, count + 1):
+        line = step_line(step, accuracy=0.9 if step < 3_000 else 0.1, busy={"engine-0": step % 7 / 7})
+        log.append(line)
+        live.step(line)
+        if step % 500 == 0:
+            log.append(evaluation := _evaluation(step, 0.9 - step / 10_000))
+            live.evaluated(evaluation)
+    log.append(step_line(count + 1, accuracy=0.5))  # done again
+    assert live.alarms()
+    for damaged in (False, True):
+        if damaged:
+            path.write_bytes(path.read_bytes().replace(b'"step":2000', b'"step":****', 1))
+        resumed = AlarmWatch(tmp_path, {})
+        resumed.recall(count)
+        assert _known(resumed) == _known(live)
+    (begun := AlarmWatch(tmp_path, {})).recall(1_000)
+    assert list(begun._evidence().steps) == [*range(1, 1_001)], "what is remembered is of later steps"
+    rewind_metrics(path, 3_000)
+    (anew := AlarmWatch(tmp_path, {})).recall(count)
+    assert list(anew._evidence().steps) == [step for step in range(1, 3_001) if step != 2_000]
+    (tmp_path / KEPT).write_bytes(b"torn")
+    AlarmWatch(tmp_path, {}).recall(count)

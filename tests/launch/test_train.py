@@ -14,7 +14,6 @@ import re
 import shutil
 import sqlite3
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ from stretto.store.ending import ENDING, Ending, read_ending
 from stretto.store.ledger.ledger import Ledger
 from stretto.store.lock import is_held
 from stretto.store.run_folder import RunFolder
-from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics
+from stretto.store.series.metrics import EvaluationLine, MetricsLog
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.objective.algorithm import AlgorithmConfig
 from stretto.trainer.trainer import Trainer
@@ -45,7 +44,6 @@ from stretto_app.extensions.preflight.dry_run import check
 from stretto_report.reading.inspection import inspect_run
 from tests.store.make import Make
 from tests.tiny_policy import SMALL
-from tests.watch.runs import step_line
 
 pytestmark = pytest.mark.usefixtures("untried")
 
@@ -284,16 +282,6 @@ def forget(run_dir: Path, *facts: str) -> list[str]:
     with closing(sqlite3.connect(run_dir / "ledger.sqlite")) as connection, connection:
         connection.executemany("DELETE FROM meta WHERE name = ?", [(fact,) for fact in facts])
         return [name for (name,) in connection.execute("SELECT name FROM meta ORDER BY name")]
-
-
-def test_alarms_of_a_resumed_run_know_the_steps_that_are_not_done_again(recipe: Path) -> None:
-    folder, log = RunFolder(begin(recipe)), list[StepMetrics | EvaluationLine]()
-    first, last = (EvaluationLine(at, at, 1.0 + at, at, accuracy=0.5, prompts=4) for at in (0, 3))
-    lines: list[StepMetrics | EvaluationLine] = [first, step_line(1), step_line(2), step_line(3), last]
-    for line in lines:
-        MetricsLog(folder.metrics).append(line)
-    replace(go_on(recipe, folder.path), beginning=StartState(version=2)).recall(log.append, log.append)
-    assert log == [step_line(1), step_line(2), first]
 
 
 def test_a_changed_recipe_is_refused_with_every_difference(recipe: Path) -> None:

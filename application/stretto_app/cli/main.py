@@ -127,7 +127,7 @@ def train(
 
         print(f"run folder {prepared.path}\nin the browser: stretto watch {prepared.path}", flush=True)
         alarms = AlarmWatch(prepared.path)
-        prepared.recall(alarms.step, alarms.evaluated)
+        alarms.recall(prepared.beginning.version)
         with open_display(prepared.steps, alarms=alarms, verbose=verbose, note=prepared.note) as display:
             code = prepared.train(display, spawner)
     from stretto_report.dashboard.terminal.summary import print_inspection

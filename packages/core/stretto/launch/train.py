@@ -59,7 +59,7 @@ from stretto.store.files import unreplaced
 from stretto.store.ledger.ledger import Ledger, put_fact
 from stretto.store.ledger.schema import page_for
 from stretto.store.run_folder import RunFolder, library_versions, machine
-from stretto.store.series.metrics import EvaluationLine, StepMetrics, iterate_metrics, read_evaluations
+from stretto.store.series.metrics import read_evaluations
 from stretto.store.totals import TOTALS, Totals
 from stretto.trainer.config import TrainerConfig
 from stretto.trainer.optimizer import learning_rate
@@ -219,20 +219,6 @@ class Prepared:
     def note(self, line: str) -> None:
         """Append a line to the run's log alone."""
         RunLog(self.folder.log, SilentReporter()).note(line)
-
-    def recall(self, step: Callable[[StepMetrics], None], evaluated: Callable[[EvaluationLine], None]) -> None:
-        """Call `step` with each recorded training step of a resumed run, then `evaluated` with each evaluation, without
-        those of steps that will be repeated. Raises StoreError if a line of the metrics cannot be read."""
-        evaluations = list[EvaluationLine]()
-        for line in iterate_metrics(self.folder.metrics):  # one at a time: a long run has hundreds of thousands
-            if line.step > self.beginning.version:
-                continue
-            if isinstance(line, StepMetrics):
-                step(line)
-            else:
-                evaluations.append(line)
-        for evaluation in evaluations:
-            evaluated(evaluation)
 
     def train(self, reporter: Reporter, spawner: Spawner = FRESH) -> int:
         """Train; returns the exit code: 0, or 128 + the signal that stopped the run. At the end the folder is unlocked,

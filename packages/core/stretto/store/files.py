@@ -25,7 +25,7 @@ from stretto.core.machine import sync
 RECORDS = frozenset({"best.json", "branch.json", "gateway", "join.json", "kernels.json", "lock", "machine.json"})
 RECORDS |= {"ledger.sqlite", "ledger.sqlite-journal", "ledger.sqlite-shm", "ledger.sqlite-wal", "log.txt"}
 RECORDS |= {"held_out.jsonl", "metrics.jsonl", "questions.jsonl", "samples.jsonl", "spans.jsonl"}
-RECORDS |= {"prediction.json", "recipe.toml", "rewards.json", "versions.json"}
+RECORDS |= {"alarms.bin", "prediction.json", "recipe.toml", "rewards.json", "versions.json"}
 RECORDS |= {"checkpoints", "logs", "outlets", "policy", "tokens"}
 _OF_A_RUN = ("ledger.sqlite", "lock")  # a folder with one of these holds a run
 _VARIABLE = re.compile(r"\$([A-Za-z_]\w*|\{[A-Za-z_]\w*\})", re.ASCII)

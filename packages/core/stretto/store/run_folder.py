@@ -13,7 +13,7 @@ tokens/step-000012.safetensors              ratio, advantage and outcome of each
 prediction.json                             the prediction of `stretto plan --run` for the run
 policy/v000012/ checkpoints/step-000040/    policies and checkpoints
 policy/best/ best.json                      the policy of the best evaluation, if it is kept
-plots/*.png                                 plots
+plots/*.png alarms.bin                      plots; what the alarms remember of the steps
 outlets/<tool>.json                         how far each tool of [logging] has received the run
 lock                                        the process that writes here now
 """

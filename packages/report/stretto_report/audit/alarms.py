@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import shutil
 import sqlite3
 import tomllib
 from array import array
@@ -27,18 +26,21 @@ import numpy as np
 from stretto.core.canary import AGREEING, agreeing, coarser, routes
 from stretto.core.errors import StoreError, several
 from stretto.core.records import Record
-from stretto.store import lock
 from stretto.store.ledger.schema import once_at_rest, reading
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineFollower
-from stretto.store.series.metrics import METRICS, EvaluationLine, StepMetrics
+from stretto.store.series.metrics import METRICS, EvaluationLine, MetricsLine, StepMetrics
 from stretto_report.audit.evidence import (
+    KEPT,
     RECENT,
     WINDOW,
     Alarm,
     Disk,
     Evidence,
     apart,
+    disk_of,
+    keep,
+    kept,
     measured,
     newest_mean,
     numbers_of,
@@ -291,6 +293,7 @@ class AlarmWatch:
         self._steps, self._series = array("q"), dict[str, "array[float]"]()
         self._evaluations, self._left_out = list[EvaluationLine](), self._known.left_out
         self._undecided_reason = ""
+        self._keeps = False  # whether what is thinned is kept in a file
 
     def step(self, metrics: StepMetrics) -> None:
         """Append the measurements of the next step (only those that alarms read)."""
@@ -311,10 +314,48 @@ class AlarmWatch:
         if len(self._evaluations) % RECENT == 0:
             self._thin()
 
+    def recall(self, version: int) -> None:
+        """Read the steps up to `version` of a run that is resumed, and its evaluations (`read`); from now on, while the
+        run writes, keep what was thinned in ``alarms.bin`` of its folder. The next resume reads only later lines."""
+        lines = LineFollower(RunFolder(self._folder).metrics, METRICS, links=True)
+        if (known := kept(self._folder / KEPT, lines, version)) is not None:
+            self._set(known)
+        with suppress(OSError, StoreError):  # no file that can be read
+            self.read(lines, version)
+            if len(self._steps) > RECENT:
+                keep(self._folder / KEPT, lines, self._evidence().thinned())
+        self._keeps = True
+
+    def read(self, lines: LineFollower[MetricsLine], version: float = math.inf) -> bool:
+        """Append the steps and evaluations that follow in `lines`, up to the step `version`; return whether any line
+        did. Unreadable ones are skipped. If the file was rewritten, begin anew. Raises OSError or StoreError as
+        `LineFollower.read_on`."""
+        some, lines.more = False, True
+        while lines.more:
+            found, again = lines.read_on()
+            some |= bool(found)
+            if again:
+                self._set(self._known)
+            for line in found:
+                if line.step > version:
+                    continue
+                if isinstance(line, StepMetrics):
+                    self.step(line)
+                elif type(line) is EvaluationLine:  # evaluations of further sets raise no alarms
+                    self.evaluated(line)
+        return some
+
     def _thin(self) -> None:
-        found = self._evidence().thinned()
+        self._set(found := self._evidence().thinned())
+        if self._keeps:
+            lines = LineFollower(RunFolder(self._folder).metrics, METRICS, links=True)
+            with suppress(OSError, StoreError):
+                lines.skip()  # the run has written the line of this step, or of this evaluation, just now
+                keep(self._folder / KEPT, lines, found)
+
+    def _set(self, found: Evidence) -> None:
         self._steps, self._evaluations = array("q", found.steps.tobytes()), list(found.evaluations)
-        self._left_out = found.left_out
+        self._left_out, self._undecided_reason = found.left_out, found.undecided_reason
         self._series = {name: array("d", values.tobytes()) for name, values in found.series.items()}
 
     def sentences(self) -> dict[str, str]:
@@ -328,7 +369,7 @@ class AlarmWatch:
     def findings(self) -> AlarmReport:
         """Run all alarms on the measurements so far, and on the disk and the ledger's filtered groups as they are
         now."""
-        found = dataclasses.replace(self._evidence(), undecided_reason=self._undecided_reason)
+        found = self._evidence()
         disk, filtered = disk_of(self._folder), filtered_of(self._folder, found.many)
         return findings_of(dataclasses.replace(found, disk=disk, filtered=filtered))
 
@@ -337,24 +378,16 @@ class AlarmWatch:
         series = {name: np.full(len(steps), np.nan) for name in self._series}
         for name, column in self._series.items():
             series[name][: len(column)] = column
-        return dataclasses.replace(
-            self._known, steps=steps, series=series, evaluations=self._evaluations, left_out=self._left_out
-        )
+        found = dataclasses.replace(self._known, steps=steps, series=series, undecided_reason=self._undecided_reason)
+        return dataclasses.replace(found, evaluations=self._evaluations, left_out=self._left_out)
 
 
 def findings_of_run(path: Path) -> AlarmReport:
     """Check the alarms of a running, finished or dead run from its recipe and ``metrics.jsonl``, whose unreadable lines
     are skipped. Raises RunFolderError if there is no run."""
-    follower, watch = LineFollower(RunFolder.open(path).metrics, METRICS, links=True), AlarmWatch(path)
+    lines, watch = LineFollower(RunFolder.open(path).metrics, METRICS, links=True), AlarmWatch(path)
     with suppress(OSError, StoreError):  # no file that can be read
-        while follower.more:
-            lines, again = follower.read_on()
-            watch = AlarmWatch(path) if again else watch
-            for line in lines:
-                if isinstance(line, StepMetrics):
-                    watch.step(line)
-                elif type(line) is EvaluationLine:  # evaluations of further sets raise no alarms
-                    watch.evaluated(line)
+        watch.read(lines)
     return watch.findings()
 
 
@@ -451,15 +484,3 @@ def filtered_in(connection: sqlite3.Connection, many: float) -> tuple[int, str]:
     reasons = [reason for group, reason in refused if group != kept]
     named = Counter(reason.partition(": ")[0] for reason in reasons).most_common(1)
     return len(reasons), next((one for one in reasons if one.partition(": ")[0] == named[0][0]), "")
-
-
-def disk_of(folder: Path) -> Disk | None:
-    """Return the free disk space, and the bytes of the files that are directly in the run folder; None unless the run
-    is running (its lock is held), or if the folder cannot be read."""
-    try:
-        if not lock.is_held(folder):
-            return None
-        written = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
-        return Disk(shutil.disk_usage(folder).free, written)
-    except OSError:  # it was removed meanwhile
-        return None

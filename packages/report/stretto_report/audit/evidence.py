@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import Path
 from statistics import NormalDist
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from stretto.core.records import Record
-from stretto.store.series.metrics import EvaluationLine, StepMetrics, alike
+from stretto.store import lock
+from stretto.store.series.lines import LineFollower
+from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics, alike
+from stretto_report.reading.series import LinesRead
 
+KEPT = "alarms.bin"  #: name of the file in a run folder with what its alarms remember (`keep`)
 WINDOW = 10  #: measured steps in a window
 RECENT = 2048  #: newest steps that `Evidence.thinned` leaves as they are, at least
 _FIRST = 256  # steps at the beginning of the evidence that it leaves, whatever their numbers (a branch begins later)
@@ -217,6 +225,18 @@ class Disk:
     written: int
 
 
+def disk_of(folder: Path) -> Disk | None:
+    """Return the free disk space, and the bytes of the files that are directly in the run folder; None unless the run
+    is running (its lock is held), or if the folder cannot be read."""
+    try:
+        if not lock.is_held(folder):
+            return None
+        written = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+        return Disk(shutil.disk_usage(folder).free, written)
+    except OSError:  # it was removed meanwhile
+        return None
+
+
 @dataclass(frozen=True)
 class Evidence:
     """Measurements that decide the alarms.
@@ -293,6 +313,47 @@ class Evidence:
         reasons = [step.undecided_reason for step in steps if step.undecided_reason]
         numbers = np.array([step.step for step in steps], np.int64)
         return cls(numbers, series, undecided_reason=reasons[-1] if reasons else "")
+
+
+class _Kept(LinesRead, frozen=True, array_like=True):
+    steps: bytes
+    series: dict[str, bytes]
+    evaluations: tuple[EvaluationLine, ...]
+    left_out: tuple[tuple[Questions, int], ...]
+    undecided_reason: str
+    form: int = 1  # another one for other rows
+
+
+def keep(path: Path, lines: LineFollower[MetricsLine], found: Evidence) -> None:
+    """Write thinned evidence to the file `path`, for `kept`. `lines`: as they are when it was made. If that fails,
+    there is no such file."""
+    series = {name: values.tobytes() for name, values in found.series.items()}
+    left_out = tuple(found.left_out.items())
+    rest = (found.steps.tobytes(), series, tuple(found.evaluations), left_out, found.undecided_reason)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(msgspec.msgpack.encode(_Kept.of(lines, *rest)))
+        part.replace(path)
+    except OSError:
+        for one in (part, path):
+            with suppress(OSError):
+                one.unlink(missing_ok=True)
+
+
+def kept(path: Path, lines: LineFollower[MetricsLine], version: int) -> Evidence | None:
+    """Read evidence that `keep` has written, and set `lines` behind the lines that it stands for. None if there is
+    none, it cannot be read, or is of later steps than `version`."""
+    try:
+        found = msgspec.msgpack.decode(path.read_bytes(), type=_Kept)
+        steps = np.frombuffer(found.steps, np.int64)
+        series = {name: np.frombuffer(values, np.float64) for name, values in found.series.items()}
+    except (OSError, ValueError):  # no such file, or one that a power loss has torn
+        return None
+    if found.form != 1 or not len(steps) or steps[-1] > version or {len(one) for one in series.values()} > {len(steps)}:
+        return None
+    found.restore(lines)
+    known = Evidence(steps, series, found.evaluations, undecided_reason=found.undecided_reason)
+    return dataclasses.replace(known, left_out=Counter(dict(found.left_out)))
 
 
 def _blocks(places: Steps, blocks: int) -> tuple[Steps, Flags]:

@@ -24,7 +24,7 @@ from stretto.core.records import Record
 from stretto.store.files import write_atomically
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.lines import LineFollower
-from stretto.store.series.metrics import METRICS, EvaluationLine, SampledCompletion, StepMetrics
+from stretto.store.series.metrics import METRICS, SampledCompletion
 from stretto_report.audit.alarms import AlarmWatch
 from stretto_report.audit.evidence import Alarm
 from stretto_report.outlets.points import MetricsPoint, Value, point_of
@@ -45,27 +45,10 @@ class AlarmFollower:
     def new(self, sent: Collection[str]) -> list[Alarm]:
         """Read the new lines, and return the alarms that fire now and whose titles are not in `sent`; empty if there is
         no new line and they were asked for within five seconds. Raises StoreError if the metrics cannot be read."""
-        if not self._read() and time.monotonic() - self._asked < _ALARM_SECONDS:
+        if not self._watch.read(self._lines) and time.monotonic() - self._asked < _ALARM_SECONDS:
             return []
         self._asked = time.monotonic()
         return [alarm for alarm in self._watch.alarms() if alarm.title not in sent]
-
-    def _read(self) -> bool:
-        """Read all new lines into the watch of alarms; return whether there were any. If the file was rewritten, the
-        watch begins anew."""
-        found = False
-        while True:
-            lines, again = self._lines.read_on()
-            if again:
-                self._watch = AlarmWatch(self._folder)
-            for line in lines:
-                if isinstance(line, StepMetrics):
-                    self._watch.step(line)
-                elif type(line) is EvaluationLine:  # evaluations of further sets raise no alarms
-                    self._watch.evaluated(line)
-            found |= bool(lines)
-            if not self._lines.more:
-                return found
 
 
 How = Literal["finished", "stopped", "failed"]

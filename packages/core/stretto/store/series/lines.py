@@ -335,6 +335,16 @@ class LineFollower(Generic[Decoded]):
         self.more = bool(whole) and found.st_size > self.offset
         return self._lines(whole), again
 
+    def skip(self) -> None:
+        """Take all lines as read, of which the last is complete. Raises as `open_plain`."""
+        with open(open_plain(self._path, self._links), "rb") as file:
+            found = os.fstat(file.fileno())
+            first = _digest(file.read(_FIRST_BYTES))
+            file.seek(max(0, found.st_size - _FIRST_BYTES))
+            self._before = file.read()
+        self.identity = (found.st_dev, found.st_ino, f"{first}{_AND}{_digest_of(self._before)}")
+        self.offset = found.st_size
+
     def _is_known(self, file: BinaryIO, found: os.stat_result) -> bool:
         """Whether the open file, with the status `found`, is the one that was read so far; moves its position. An
         identity that an earlier version of stretto has kept has no digest of the bytes before the offset."""

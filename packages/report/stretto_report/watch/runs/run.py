@@ -22,8 +22,8 @@ from stretto.store.ledger.schema import needs_copy, once_at_rest
 from stretto.store.run_folder import RunFolder
 from stretto.store.series.metrics import EvaluationLine, StepMetrics
 from stretto.store.totals import ENGINES, TOTALS, Membership, Totals
-from stretto_report.audit.alarms import AlarmReport, disk_of, evidence_of, filtered_in, findings_of, last_step_of
-from stretto_report.audit.evidence import Evidence
+from stretto_report.audit.alarms import AlarmReport, evidence_of, filtered_in, findings_of, last_step_of
+from stretto_report.audit.evidence import Evidence, disk_of
 from stretto_report.reading.inspection import inspection_of, of_branch
 from stretto_report.reading.series import flat
 from stretto_report.watch.index.columns import Cache
