@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from stretto.store.series.metrics import EvaluationLine, MetricsLog, StepMetrics, rewind_metrics
+from stretto.store.series.lines import LineFollower
+from stretto.store.series.metrics import METRICS, EvaluationLine, MetricsLog, StepMetrics, rewind_metrics
 from stretto_report.audit.alarms import CHECKS, AlarmWatch, findings_of, mismatch_of
 from stretto_report.audit.evidence import KEPT, RECENT, WINDOW, Alarm, Disk, Evidence, fallen
 from tests.store.lines import evaluation_line, step_line
@@ -351,6 +352,8 @@ def test_a_resume_reads_no_step_that_its_alarms_remember(tmp_path: Path) -> None
         resumed = AlarmWatch(tmp_path, {})
         resumed.recall(count)
         assert _known(resumed) == _known(live)
+    (looked := AlarmWatch(tmp_path, {})).read(LineFollower(path, METRICS))
+    assert list(looked._evidence().steps)[-2:] == [count, count + 1]
     (begun := AlarmWatch(tmp_path, {})).recall(1_000)
     assert list(begun._evidence().steps) == [*range(1, 1_001)], "what is remembered is of later steps"
     rewind_metrics(path, 3_000)

@@ -318,32 +318,31 @@ class AlarmWatch:
         """Read the steps up to `version` of a run that is resumed, and its evaluations (`read`); from now on, while the
         run writes, keep what was thinned in ``alarms.bin`` of its folder. The next resume reads only later lines."""
         lines = LineFollower(RunFolder(self._folder).metrics, METRICS, links=True)
-        if (known := kept(self._folder / KEPT, lines, version)) is not None:
-            self._set(known)
         with suppress(OSError, StoreError):  # no file that can be read
-            self.read(lines, version)
-            if len(self._steps) > RECENT:
+            if self.read(lines, version) <= version and len(self._steps) > RECENT:
                 keep(self._folder / KEPT, lines, self._evidence().thinned())
         self._keeps = True
 
-    def read(self, lines: LineFollower[MetricsLine], version: float = math.inf) -> bool:
-        """Append the steps and evaluations that follow in `lines`, up to the step `version`; return whether any line
-        did. Unreadable ones are skipped. If the file was rewritten, begin anew. Raises OSError or StoreError as
-        `LineFollower.read_on`."""
-        some, lines.more = False, True
+    def read(self, lines: LineFollower[MetricsLine], version: float = math.inf) -> int:
+        """Append the steps and evaluations that follow in `lines`, up to the step `version`; return the last step of
+        any, -1 if none follows. Unreadable ones are skipped. Before the first line, take what ``alarms.bin`` has. If
+        the file was rewritten, begin anew. Raises OSError or StoreError as `LineFollower.read_on`."""
+        if not lines.offset and (known := kept(self._folder / KEPT, lines, version)) is not None:
+            self._set(known)
+        newest, lines.more = -1, True
         while lines.more:
             found, again = lines.read_on()
-            some |= bool(found)
             if again:
                 self._set(self._known)
             for line in found:
+                newest = max(newest, line.step)
                 if line.step > version:
                     continue
                 if isinstance(line, StepMetrics):
                     self.step(line)
                 elif type(line) is EvaluationLine:  # evaluations of further sets raise no alarms
                     self.evaluated(line)
-        return some
+        return newest
 
     def _thin(self) -> None:
         self._set(found := self._evidence().thinned())

@@ -21,9 +21,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from stretto.core.errors import StoreError
 from stretto.core.records import Record
 from stretto.store import lock
-from stretto.store.series.lines import LineFollower
+from stretto.store.series.lines import LineFollower, open_plain
 from stretto.store.series.metrics import EvaluationLine, MetricsLine, StepMetrics, alike
 from stretto_report.reading.series import LinesRead
 
@@ -31,6 +32,7 @@ KEPT = "alarms.bin"  #: name of the file in a run folder with what its alarms re
 WINDOW = 10  #: measured steps in a window
 RECENT = 2048  #: newest steps that `Evidence.thinned` leaves as they are, at least
 _FIRST = 256  # steps at the beginning of the evidence that it leaves, whatever their numbers (a branch begins later)
+_LARGEST = 1 << 26  # bytes of what is kept; it has a megabyte
 _CHANCE = 0.001  # probability that some pair of a run's evaluations differs by chance
 _LOWER = 2.0  # standard errors by which each evaluation since a fall is below the best
 
@@ -340,14 +342,15 @@ def keep(path: Path, lines: LineFollower[MetricsLine], found: Evidence) -> None:
                 one.unlink(missing_ok=True)
 
 
-def kept(path: Path, lines: LineFollower[MetricsLine], version: int) -> Evidence | None:
+def kept(path: Path, lines: LineFollower[MetricsLine], version: float) -> Evidence | None:
     """Read evidence that `keep` has written, and set `lines` behind the lines that it stands for. None if there is
     none, it cannot be read, or is of later steps than `version`."""
     try:
-        found = msgspec.msgpack.decode(path.read_bytes(), type=_Kept)
+        with open(open_plain(path, links=True), "rb") as file:
+            found = msgspec.msgpack.decode(file.read(_LARGEST), type=_Kept)
         steps = np.frombuffer(found.steps, np.int64)
         series = {name: np.frombuffer(values, np.float64) for name, values in found.series.items()}
-    except (OSError, ValueError):  # no such file, or one that a power loss has torn
+    except (OSError, StoreError, ValueError):  # no such file, or one that a power loss has torn
         return None
     if found.form != 1 or not len(steps) or steps[-1] > version or {len(one) for one in series.values()} > {len(steps)}:
         return None

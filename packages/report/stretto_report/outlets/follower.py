@@ -45,7 +45,7 @@ class AlarmFollower:
     def new(self, sent: Collection[str]) -> list[Alarm]:
         """Read the new lines, and return the alarms that fire now and whose titles are not in `sent`; empty if there is
         no new line and they were asked for within five seconds. Raises StoreError if the metrics cannot be read."""
-        if not self._watch.read(self._lines) and time.monotonic() - self._asked < _ALARM_SECONDS:
+        if self._watch.read(self._lines) < 0 and time.monotonic() - self._asked < _ALARM_SECONDS:
             return []
         self._asked = time.monotonic()
         return [alarm for alarm in self._watch.alarms() if alarm.title not in sent]
