@@ -18,7 +18,9 @@ from stretto.core.events import Span
 from stretto.core.records import Outcome, Trajectory, Verdict
 from stretto.launch.assemble.run import _record_again as record_again
 from stretto.loop.records.evaluation import Evaluation
-from stretto.loop.records.totals import SPAN_AXIS, Work, carried_over, span_offset
+from stretto.loop.records.recorder import Recorder
+from stretto.loop.records.reporter import SilentReporter
+from stretto.loop.records.totals import SPAN_AXIS, RunClock, Work, carried_over, span_offset
 from stretto.rollout.adaptive import AdaptiveBound
 from stretto.rollout.config import RolloutConfig
 from stretto.rollout.controller import Controller, ControllerState
@@ -26,11 +28,11 @@ from stretto.rollout.prompts import PromptStream
 from stretto.store.inspection import Inspection
 from stretto.store.series.lines import Extent
 from stretto.store.series.metrics import WRITTEN, SampledCompletion, read_metrics, rewind_metrics, rewind_samples
-from stretto.store.totals import Totals
+from stretto.store.totals import JUDGED, Judged, Totals
 from stretto_report.reading.inspection import inspect_run
 from stretto_report.reading.series import read_spans
 from tests.loop.desk import BATCH, PROMPT, UPDATE, Desk
-from tests.store.make import RIGHT, buffered, run_at, sql
+from tests.store.make import RIGHT, Make, buffered, run_at, sql
 
 
 def counted(found: Inspection) -> dict[str, int]:
@@ -87,6 +89,24 @@ def test_a_kill_behind_an_evaluation_keeps_its_line_and_its_samples_or_neither(d
     rewind_metrics(desk.folder.metrics, updated)
     rewind_samples(desk.folder.held_out, 1)  # its batch is on record
     assert len(read_metrics(desk.folder.metrics)[1]) == len(desk.folder.held_out.read_bytes().splitlines())
+
+
+class _Told(SilentReporter):
+    def __init__(self) -> None:
+        self.said = list[str]()
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+
+def test_a_resumed_run_does_not_say_that_no_completion_was_ever_right(tmp_path: Path) -> None:
+    reporter, earlier, wrong = _Told(), Totals(max_staleness=None), [Make.trajectory("0.17.0", right=False)]
+    with run_at(tmp_path / "run") as (folder, ledger):
+        ledger.put(JUDGED, Judged(wrong=8, accuracy=0.25))
+        recorder = Recorder(folder, ledger, reporter, Work, 1, earlier, RunClock(earlier, time.monotonic()))
+        for _ in range(64):
+            recorder.judged(PROMPT, wrong)
+    assert not reporter.said
 
 
 def test_turns_that_no_trajectory_has_are_wasted_and_have_failed(desk: Desk) -> None:

@@ -25,17 +25,18 @@ class WatchedSamples:
     ``samples.jsonl``; those of evaluations go to ``held_out.jsonl``. Logs alarms.
 
     There are two alarms. A completion is undecided: logged once for each kind of reason, of at most 20 kinds. No
-    completion has been right so far: logged after 32 groups, then each time their number has doubled.
+    completion has been right so far: logged after 32 groups, then each time their number has doubled. `right`: one has
+    been, in an earlier process of the run.
     """
 
-    def __init__(self, folder: RunFolder, say: Callable[[str], None], seconds: float) -> None:
+    def __init__(self, folder: RunFolder, say: Callable[[str], None], seconds: float, right: bool = False) -> None:
         self._say, self._seconds = say, seconds
         self._samples: LineWriter[SampledCompletion] = LineWriter(folder.samples)
         self._held_out: LineWriter[SampledCompletion] = LineWriter(folder.held_out)
         self._due = float("-inf")
         self._groups = self._completions = 0
         self._alarm = _ALARM_GROUPS
-        self._right = False
+        self._right = right
         self._kinds: set[str] = set()
         self._undecided, self._reasons = Counter[str](), dict[str, str]()  # since the last step, by kind of reason
 

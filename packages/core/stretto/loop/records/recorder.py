@@ -93,7 +93,9 @@ class Recorder:
         self._canary = canary
         self.clock = clock
         self._selection = selection
-        self._samples = WatchedSamples(folder, reporter.say, sample_seconds)
+        self._judged = judged = ledger.get(JUDGED, Judged) or Judged()
+        right = bool(judged.right or judged.accuracy)
+        self._samples = WatchedSamples(folder, reporter.say, sample_seconds, right)
         self._slow_reward = slow_reward
         #: Evaluations on record, by the name of their set ("": the main set).
         self.on_record = read_evaluations(folder.metrics)
@@ -115,7 +117,6 @@ class Recorder:
         # Tokens of evaluations by engine: now, and at the last poll.
         self._evaluation_tokens, self._not_trained_for = Counter[str](), Counter[str]()
         ledger.watch(TOTALS, self._on_record)  # a run may die before its next step
-        self._judged = ledger.get(JUDGED, Judged) or Judged()
         ledger.watch(JUDGED, lambda: self._judged)
         metrics, held_out = folder.metrics.name, folder.held_out.name
         ledger.watch(WRITTEN, lambda: {metrics: self._metrics.extent, held_out: self._samples.extent})
