@@ -142,5 +142,5 @@ class Meter:
         return dict(zip(self._sums, totals.tolist(), strict=True)), found.get(_LARGEST, 0.0)
 
 
-def _sum(values: Sequence[Tensor]) -> Tensor:
+def _sum(values: list[Tensor]) -> Tensor:
     return values[0] if len(values) == 1 else torch.stack(values).sum()

@@ -215,11 +215,6 @@ class Trainer:
         found = tuple(logprobs.tolist())
         return Canary(self.version, tuple(text), found, self._depth, self._config.dtype, routed=self._routed)
 
-    @property
-    def copied_bytes(self) -> int:
-        """Bytes of the version that `copied` has copied last; 0 before the first."""
-        return self._publication.size
-
     def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the policy's full parameters by name, one at a time, gathered from the ranks and with adapters merged
         in. All ranks must iterate to the end."""

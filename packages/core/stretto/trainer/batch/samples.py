@@ -188,10 +188,8 @@ def _scored(
     if (newest := path.versions.max()) > version:
         known = f"version {newest}, but version {version} is being trained"
         raise BoundViolated(f"trajectory {path.id} has tokens of {known}")
-    if path.versions.min() >= oldest:
-        trained: Whole = range(len(path.versions))
-    else:
-        trained = np.flatnonzero(path.versions >= oldest)
+    all_fresh = path.versions.min() >= oldest
+    trained = range(len(path.versions)) if all_fresh else np.flatnonzero(path.versions >= oldest)
     return ScoredPath(path=path, trained=trained, values=values.get(path.id, ()), kl=_weighted(kl, path.id, config))
 
 

@@ -193,7 +193,7 @@ class TrainerRole:
             write = self._trainer.copied(self._publisher, self._spec.canary, getattr(torch, self._spec.held))
         spans = tuple(self._trainer.drain_spans())
         publish = partial(self._write_version, write, self.version, spans if told else ())
-        if told and self._trainer.copied_bytes <= _SMALL:
+        if told and spans[-1].bytes <= _SMALL:
             publish()
         else:
             self._publishing = threading.Thread(target=publish, name="publication")
