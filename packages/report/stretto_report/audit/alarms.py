@@ -393,15 +393,9 @@ def findings_of_run(path: Path) -> AlarmReport:
 def evidence_of(
     steps: Evidence, evaluations: Iterable[object], recipe: Mapping[str, Any], disk: Disk | None
 ) -> Evidence:
-    """Return the evidence of a run: the measurements of its `steps`, completed with what its other records say.
-
-    Args:
-        steps: evidence with `steps`, `series` and `undecided_reason` (`Evidence.of`).
-        evaluations: lines of ``metrics.jsonl``; only those that are an `EvaluationLine` (of the held-out questions)
-            are used.
-        recipe: the tables of its recipe; may be incomplete.
-        disk: None for a run that is not running.
-    """
+    """Return the evidence of a run: the measurements of its `steps` (`Evidence.of`), completed with those of
+    `evaluations` (lines of ``metrics.jsonl``) that are an `EvaluationLine`, of the held-out questions, with what its
+    `recipe` says, which may be incomplete, and with `disk`, None for a run that is not running."""
     groups, each = (number_of(recipe, "rollout", key) or math.inf for key in ("batch_size", "group_size"))
     return dataclasses.replace(
         steps,
