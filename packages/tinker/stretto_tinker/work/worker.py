@@ -157,8 +157,8 @@ class Worker:
             return
         if (lane := self._models.get(asked.lane)) is None:
             lane = self._models[asked.lane] = ModelLane(asked.owner, self._record.next_seq(asked.lane) or 0)
-        if not self._leaving.get(asked.lane):
-            self._leaving.pop(asked.lane, None)
+        if ended := self._leaving.pop(asked.lane, ""):  # it has waited for the record: no further one will come
+            self._orders.append(lambda: self._retire(asked.lane, ended))
         if asked.seq < lane.next:  # its turn in the order has passed
             why = f"seq_id {asked.seq} comes after {lane.next - 1}, which was settled without it"
             self._orders.append(lambda: self._fail(asked, why, USER))
