@@ -283,19 +283,32 @@ def test_a_resume_with_other_data_or_weights_is_refused(recipe: Path) -> None:
     assert check_run(run).kept
 
 
-def test_a_resume_is_refused_if_fields_have_changed_that_a_reward_of_ones_own_may_read(rewarded: Path) -> None:
-    folder, data = rewarded.parent, rewarded.parent / "short.jsonl"
-    built_in = rewarded.with_name("built_in.toml")
-    built_in.write_text(EVEN + REWARDS.rpartition("[[")[0])
-    for recipe in (built_in, rewarded):
-        prepare(recipe, [], folder / recipe.stem, resume=False).folder.release()
-    data.write_text(data.read_text().replace("}", ', "limit": 3, "image": "<Image at 0x7F1>"}'))
-    prepare(built_in, [], folder / "built_in", resume=True).folder.release()
-    with pytest.raises(RunFolderError, match="the further fields of the questions are not those of the run"):
-        prepare(rewarded, [], folder / "recipe", resume=True)
-    prepare(rewarded, [], folder / "new", resume=False).folder.release()
-    data.write_text(data.read_text().replace("0x7F1", "0x7F2"))  # where an object was in memory is no change
-    prepare(rewarded, [], folder / "new", resume=True).folder.release()
+def test_a_resume_is_refused_if_fields_have_changed_that_a_reward_of_ones_own_reads(rewarded: Path) -> None:
+    folder, data, module = rewarded.parent, rewarded.parent / "short.jsonl", rewarded.parent / "own_rewards.py"
+
+    def changed(before: str, after: str) -> None:
+        data.write_text(data.read_text().replace(before, after))
+
+    def resume() -> None:
+        prepare(rewarded, [], folder / "run", resume=True).folder.release()
+
+    changed("}", ', "limit": 3, "image": "<Image at 0x7F1>"}')
+    module.write_text(MODULE.replace("answer", "answer, image=None"))
+    prepare(rewarded, [], folder / "run", resume=False).folder.release()
+    changed("0x7F1", "0x7F2")  # where an object was in memory is no change
+    changed("}", ', "level": 1}')
+    resume()
+    module.write_text(MODULE.replace("answer", "answer, limit=None"))
+    resume()
+    changed('"limit": 3', '"limit": 4')
+    with pytest.raises(RunFolderError, match="the questions' field 'limit', which is read, is not that of the run"):
+        resume()
+    module.write_text(MODULE.replace("answer", "answer, **fields"))
+    changed('"limit": 4', '"limit": 3')
+    with pytest.raises(RunFolderError, match="'level'"):
+        resume()
+    module.write_text(MODULE)
+    resume()
 
 
 def test_a_recipe_of_another_task_has_one_source_without_a_name(recipe: Path) -> None:

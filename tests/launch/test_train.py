@@ -23,7 +23,7 @@ from stretto.core.errors import RunFolderError, StoreError
 from stretto.launch.assemble.run import StartState, policies_to_go
 from stretto.launch.assemble.supervised import copy_policy
 from stretto.launch.recipe.recipe import load_recipe
-from stretto.launch.recorded import DATA, STOPS
+from stretto.launch.recorded import DATA, FIELDS, STOPS
 from stretto.launch.train import Prepared, prepare
 from stretto.loop.records.reporter import SilentReporter
 from stretto.loop.recovery import seal_start
@@ -272,7 +272,7 @@ def test_a_resumed_run_ends_completions_as_it_began_whatever_ends_of_sequence_it
 @pytest.mark.parametrize("done", [False, True], ids=["a dry run", "a run that is done"])
 def test_what_trains_nothing_records_no_ends_of_sequence_and_no_questions(recipe: Path, done: bool) -> None:
     run_dir = finished(recipe) if done else begin(recipe)
-    kept = forget(run_dir, STOPS, DATA, "questions", "held out", "fields")
+    kept = forget(run_dir, STOPS, DATA, FIELDS, "questions", "held out")
     prepare(recipe, [], run_dir, resume=True, write=done).folder.release()
     assert forget(run_dir) == kept
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from stretto.core.errors import Problem, RunFolderError
 from stretto.core.records import Record
 from stretto.doors.loading import is_own
 from stretto.launch.preflight.base import digest
@@ -182,6 +183,22 @@ def question_fingerprints(plan: Plan) -> tuple[str, str]:
     """
     recorded = [{name: getattr(prompt, name) for name in _RECORDED} for prompt in plan.training]
     return digest(msgspec.json.encode(recorded)), digest(msgspec.json.encode(plan.training))
+
+
+FIELDS = "fields by name"  #: name of the ledger's fact with `Plan.fields`
+
+
+def check_fields(folder: RunFolder, plan: Plan, ledger: Ledger) -> dict[str, object]:
+    """Raise RunFolderError if further fields of a resumed run's questions have changed that a reward or a workflow
+    reads. Returns the fact if it is not on record, by its name."""
+    known = ledger.get(FIELDS, dict[str, str])
+    if known is None:
+        return {FIELDS: plan.fields}
+    for name in {**plan.fields, **known} if plan.reads is None else plan.reads:
+        if known.get(name) != plan.fields.get(name):
+            found = f"the questions' field {name!r}, which is read, is not that of the run"
+            raise RunFolderError([Problem(str(folder.path), found, "restore it, or start a new run")])
+    return {}
 
 
 def write_questions(folder: RunFolder, plan: Plan) -> None:

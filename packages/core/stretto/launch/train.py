@@ -37,9 +37,11 @@ from stretto.launch.recipe.recipe import Recipe, differences, load_recipe, to_to
 from stretto.launch.recipe.sections import EvaluationConfig
 from stretto.launch.recorded import (
     DATA,
+    FIELDS,
     RECIPE,
     DataRecord,
     changed_sources,
+    check_fields,
     model_fingerprint,
     question_fingerprints,
     record_recipe,
@@ -86,9 +88,8 @@ _KEEPS = ("keep_best", "best_of")
 _ENDS_EARLY = (*_KEEPS, "patience", "least_gain", "goal", "goal_holds", "prompts", "samples", "seed", "sets")
 
 _JOIN = "join.json"  # file of a run that other machines could join; another conductor may have a copy of the folder
-#: Names of the ledger's facts with digests of the training questions, the held-out questions, their further fields and
-#: the model.
-_QUESTIONS, _HELD_OUT, _FIELDS, _MODEL = "questions", "held out", "fields", "model"
+#: Names of the ledger's facts with digests of the training questions, the held-out questions and the model.
+_QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
 _FOLDERS = ("rewards.path", "workflow.path")  # of modules
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "disk is full")  # the last one: SQLite's
 _CONTAINERS = 1_000_000  # allocations between two garbage collections
@@ -339,7 +340,7 @@ def _fill(folder: RunFolder, plan: Plan) -> None:
     with closing(Ledger(folder.ledger, plan.recipe.store, page=page)) as ledger:  # from now on the run can be resumed
         ledger.put(_QUESTIONS, question_fingerprints(plan)[0])
         ledger.put(_HELD_OUT, plan.kept_apart_digest)
-        ledger.put(_FIELDS, plan.fields_digest)
+        ledger.put(FIELDS, plan.fields)
         record_recipe(ledger, plan.recipe)
         record_sources(ledger, plan.recipe)
         ledger.put(_MODEL, model_fingerprint(plan))
@@ -381,7 +382,6 @@ def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> dict[str,
     for what, key, found in (
         ("training questions", _QUESTIONS, question_fingerprints(plan)),
         ("held-out questions", _HELD_OUT, (plan.kept_apart_digest,)),
-        ("further fields of the questions", _FIELDS, (plan.fields_digest,)),
     ):
         known = ledger.get(key, str)
         if known is None:  # the run was killed before it was recorded, or began with an earlier version of stretto
@@ -398,7 +398,7 @@ def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> dict[str,
     elif order != found_order:
         changed = "the sources, their weights or the curriculum are not those of the run; they determine the order"
         raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
-    return lacking
+    return lacking | check_fields(folder, plan, ledger)
 
 
 def _where_it_ended(folder: RunFolder, plan: Plan, ledger: Ledger) -> StartState:

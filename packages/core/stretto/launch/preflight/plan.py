@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
 
 import torch
 
@@ -123,7 +125,8 @@ class Plan(Outline):
     demonstrations: tuple[Demonstration, ...]
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # (prompt, gold answer): data for rewards
     kept_apart_digest: str = ""  # digest of the held-out questions and their gold answers
-    fields_digest: str = ""  # digest of the further fields of all questions, as far as rewards or a workflow read them
+    fields: Mapping[str, str] = field(default_factory=dict)  # digests of the questions' further fields, by name
+    reads: Sequence[str] | None = ()  # those that rewards or a workflow read; None: any
     details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
     warm_seat: Seat | None = None  # GPU of the warm start, which runs before the roles
 
@@ -190,7 +193,8 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False, tr
         details=_details(recipe, rows, tokenizer),
         kept_apart=len(questions.held_out),
         kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
-        fields_digest=_fields_digest(recipe, (*questions.training, *questions.held_out)),
+        fields=_field_digests(recipe, (*questions.training, *questions.held_out)),
+        reads=takes if recipe.workflow is None else None,
         notes=(
             *told,
             *filter(None, (*questions.notes, training.note, held_out.note)),
@@ -435,9 +439,12 @@ def _has_own_rewards(recipe: Recipe) -> bool:
     return any(part.function not in BUILT_IN for part in recipe.rewards.parts)
 
 
-def _fields_digest(recipe: Recipe, questions: Sequence[Question]) -> str:
-    read = recipe.workflow is not None or _has_own_rewards(recipe)
-    return digest(*(_ADDRESS.sub("", row.fields) for row in questions if read))
+def _field_digests(recipe: Recipe, questions: Sequence[Question]) -> dict[str, str]:
+    found = defaultdict[str, Any](lambda: blake2b(digest_size=8))
+    for place, row in enumerate(questions if recipe.workflow is not None or _has_own_rewards(recipe) else ()):
+        for name, value in json.loads(row.fields or "{}").items():
+            found[name].update(f"{place} {_ADDRESS.sub('', json.dumps(value))}\n".encode())
+    return {name: whole.hexdigest() for name, whole in found.items()}
 
 
 def _difference(first: Row, row: Row, takes: Sequence[str] | None) -> str:
