@@ -67,10 +67,10 @@ def begin(recipe: Path) -> Path:
     run_dir = recipe.parent / "run"
     prepared = prepare(recipe, [], run_dir, resume=False)
     prepared.folder.release()
-    reference = prepared.plan.recipe.algorithm.reference
-    path = reference.path if reference is not None else None
+    path = getattr(prepared.plan.recipe.algorithm.reference, "path", None)
     with closing(Ledger(prepared.folder.ledger, StoreConfig())) as ledger:
-        copy_policy(recipe.parent / "policy", prepared.folder.policy(0), lambda part: seal_start(ledger, part, path))
+        policy, loaded = recipe.parent / "policy", ["model.safetensors"]
+        copy_policy(policy, prepared.folder.policy(0), lambda part: seal_start(ledger, part, path, loaded=loaded))
     return run_dir
 
 
@@ -337,8 +337,10 @@ def test_a_dry_run_refuses_what_a_resume_refuses(recipe: Path, capsys: pytest.Ca
 
 
 def test_a_run_goes_on_with_its_model_and_its_data_in_another_place(recipe: Path) -> None:
+    (other := recipe.parent / "policy" / "consolidated.safetensors").write_bytes(b"of another library")
     run_dir, moved = begin(recipe), recipe.parent / "moved"
     moved.mkdir()
+    other.unlink()
     (recipe.parent / "policy").rename(moved / "policy")
     (recipe.parent / "rows.jsonl").rename(moved / "rows.jsonl")
     there = [f"model.path={moved / 'policy'}", f"task.file={moved / 'rows.jsonl'}"]
@@ -347,8 +349,8 @@ def test_a_run_goes_on_with_its_model_and_its_data_in_another_place(recipe: Path
     assert "moved/other' holds another model" in refusal(recipe, run_dir, f"model.path={moved / 'other'}", there[1])
     shutil.copytree(moved / "policy", moved / "retrained")
     flip_a_bit(moved / "retrained" / "model.safetensors")
-    other = refusal(recipe, run_dir, f"model.path={moved / 'retrained'}", there[1])
-    assert re.search(r"retrained' holds other weights \(their digest is \w{8}, on record is \w{8}\); give the", other)
+    told = refusal(recipe, run_dir, f"model.path={moved / 'retrained'}", there[1])
+    assert re.search(r"retrained' holds other weights \(their digest is \w{8}, on record is \w{8}\); give the", told)
     rows(moved, 7)
     assert "the training questions are not those of the run" in refusal(recipe, run_dir, *there)
 

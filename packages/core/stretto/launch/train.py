@@ -29,6 +29,7 @@ from stretto.core.errors import (
 )
 from stretto.doors.loading import from_package, of_application
 from stretto.launch.assemble.run import StartState, run
+from stretto.launch.preflight.base import loaded_files
 from stretto.launch.preflight.checks import check_checkpoint
 from stretto.launch.preflight.devices import placed, seat_of_warm_start, seats_of, usable_gpus
 from stretto.launch.preflight.plan import Plan, advice, make_plan
@@ -366,7 +367,8 @@ def _check_moved(folder: RunFolder, before: Recipe, plan: Plan, ledger: Ledger) 
         raise RunFolderError([Problem(place, found, "a resumed run keeps its model: leave it out")])
     if moved and known is not None:
         began = ledger.get(BASE, str)  # None: an older run, whose weights are not compared
-        weights = weights_digest(seal_files(plan.base.path)) if began is not None else None
+        path = plan.base.path
+        weights = weights_digest(seal_files(path), loaded_files(path)) if began is not None else None
         other = f"other weights (their digest is {weights:.8}, on record is {began:.8})" if weights != began else ""
         if holds := "another model" if known != model_fingerprint(plan) else other:
             found = f"was {paths[0]!r}, and {str(plan.base.path)!r} holds {holds}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,23 +46,25 @@ class Recovery:
         return batch
 
 
-def seal_start(ledger: Ledger, policy: Path, reference: str | None, base: Path | None = None) -> None:
+def seal_start(
+    ledger: Ledger, policy: Path, reference: str | None, base: Path | None = None, loaded: Collection[str] = ()
+) -> None:
     """Record in the ledger, and force to disk, the digests of all files that the run starts from: `policy` (the folder
     of version 0) and `reference` (the folder of the reference model; None: there is none); and of the weights of
-    `base`, the model before a warm start (None: there was none, and `policy` is a copy of it). Raises OSError if a file
-    cannot be read, StoreError if the ledger cannot be written."""
+    `base`, the model before a warm start (None: there was none, and `policy` is a copy of it), which the files `loaded`
+    hold. Raises OSError if a file cannot be read, StoreError if the ledger cannot be written."""
     start = {"policy/v000000": (files := seal_files(policy))}
     if reference is not None:
         start[reference] = seal_files(Path(reference))
     ledger.put(START, start)
-    ledger.put(BASE, weights_digest(files if base is None else seal_files(base)))
+    ledger.put(BASE, weights_digest(files if base is None else seal_files(base), loaded))
     ledger.sync()
 
 
-def weights_digest(files: Mapping[str, FileSeal]) -> str:
-    """Compute a digest of the weights of a model folder from its `seal_files`: 16 hexadecimal digits. Only safetensors
-    files in the folder itself count, by their contents."""
-    found = sorted(seal.xxh3 for name, seal in files.items() if name.endswith(".safetensors") and "/" not in name)
+def weights_digest(files: Mapping[str, FileSeal], loaded: Collection[str]) -> str:
+    """Compute a digest of the weights of a model folder from its `seal_files`: 16 hexadecimal digits. Only the files
+    `loaded` count (`loaded_files`), by their contents."""
+    found = sorted(files[name].xxh3 for name in loaded)
     return hashlib.blake2b("".join(found).encode(), digest_size=8).hexdigest()
 
 

@@ -20,6 +20,7 @@ from stretto.launch.assemble.beside import Conversing, conversing, workflow_grou
 from stretto.launch.assemble.evaluations import evaluations
 from stretto.launch.assemble.roles import Roles, kept_proving, running_roles
 from stretto.launch.assemble.supervised import copy_policy, warm_start
+from stretto.launch.preflight.base import loaded_files
 from stretto.launch.preflight.checks import medium_of
 from stretto.launch.preflight.plan import Plan
 from stretto.launch.recipe.recipe import Recipe
@@ -150,7 +151,8 @@ async def run(plan: Plan, folder: RunFolder, start: StartState, reporter: Report
             reference = plan.recipe.algorithm.reference
             place = reference.path if reference is not None else None
             base = plan.base.path if source != plan.base.path else None
-            copy_policy(source, folder.policy(0), lambda policy: seal_start(ledger, policy, place, base))
+            loaded = loaded_files(plan.base.path)
+            copy_policy(source, folder.policy(0), lambda policy: seal_start(ledger, policy, place, base, loaded))
     with closing(Ledger(folder.ledger, plan.recipe.store)) as ledger:
         context = _RunContext(plan, folder, start, ledger, reporter, stop, behind := AsyncExitStack())
         for sentence in (*start.sentences(), *policies_to_go(plan, folder, start.version)):

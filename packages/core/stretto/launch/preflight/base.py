@@ -10,6 +10,7 @@ from stretto.core.errors import Problem, RecipeError
 from stretto.core.machine import cache_folder
 from stretto.launch.recipe.sections import ModelConfig
 from stretto.model.hf.build import build_policy
+from stretto.model.hf.inspection import weight_files
 
 
 def base_folder(model: ModelConfig, seed: int) -> Path:
@@ -41,6 +42,12 @@ def check_cache() -> None:
     except OSError as error:
         found = f"the cache of built models and warm starts cannot be written: {error}"
         raise RecipeError([Problem(str(folder), found, "set STRETTO_CACHE to a folder of your own")]) from None
+
+
+def loaded_files(folder: Path) -> set[str]:
+    """Names of the files from which the weights of the model in `folder` are loaded; other libraries may have others
+    beside them."""
+    return {str(file.relative_to(folder)) for file in weight_files(folder).values()}
 
 
 def digest(*parts: object) -> str:
