@@ -146,6 +146,13 @@ def test_a_run_goes_on_with_lines_that_cannot_be_written_anew(tmp_path: Path, ca
     assert f"{path} cannot be rewritten (No space left on device)" in record.getMessage()
 
 
+def test_a_folder_in_place_of_the_lines_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.mkdir()
+    rewind_metrics(path, 1, MetricsLog(path).extent)
+    assert f"{path} cannot be rewritten (Is a directory)" in caplog.text
+
+
 def test_a_full_disk_costs_one_warning_and_the_lines(caplog: pytest.LogCaptureFixture) -> None:
     writer: LineWriter[Span] = LineWriter(Path("/dev/full"))
     with caplog.at_level(logging.WARNING):

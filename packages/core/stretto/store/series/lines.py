@@ -168,7 +168,10 @@ def keep_lines(
 
 def _begins_with(path: Path, written: Extent) -> bool:
     """Whether the file begins with these bytes, whole lines that were written earlier."""
-    found, size = _sum_of(path, written[0])
+    try:
+        found, size = _sum_of(path, written[0])
+    except StoreError:  # it is no file
+        return False
     return (size, found.hexdigest()) == written
 
 
