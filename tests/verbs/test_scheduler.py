@@ -176,6 +176,13 @@ def test_a_fact_of_the_ledger_cannot_be_replaced_and_the_loop_goes_on(tmp_path: 
     assert again.seeds == ticket.seeds
 
 
+def test_a_fact_of_a_loop_of_an_earlier_version_is_not_taken_for_the_ledgers_counts(tmp_path: Path) -> None:
+    with stretto.Ledger(tmp_path) as ledger:
+        ledger.put("counted", 5)
+    with stretto.Ledger(tmp_path) as ledger:
+        assert ledger.get("counted", int) == 5
+
+
 def test_filters_that_refuse_every_group_are_told_as_in_a_run(caplog: pytest.LogCaptureFixture) -> None:
     scheduler = stretto.Scheduler(PROMPTS, filter="zero_variance", **BOUNDS)
     for _ in range(20):

@@ -289,7 +289,7 @@ def _history(
         data=_data(folder / "questions.jsonl", facts["data"]) if "data" in facts else None,
         proofs=_proofs(facts["canary"]) if "canary" in facts else None,
         lines=_lines(folder / "metrics.jsonl"),
-        counted=_counted(connection, facts.get("counted")),
+        counted=_counted(connection, facts.get("counts of trajectories")),
     )
 
 

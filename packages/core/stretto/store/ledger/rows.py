@@ -217,8 +217,8 @@ def _sampled(segments: Sequence[Segment]) -> tuple[int, int | None, int | None, 
 
 
 #: Name of the fact with the counts of a `Tally`. It is written in one transaction with each change that it counts, so
-#: that a resume need not read a long run again.
-COUNTED = "counted"
+#: that a resume need not read a long run again. A name of one word could be that of a fact of a user's loop.
+COUNTED = "counts of trajectories"
 _OPEN = (State.IN_FLIGHT, State.BUFFERED)
 
 
