@@ -8,6 +8,7 @@
 import json
 import shutil
 import socket
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from tokenizers.processors import TemplateProcessing
 from stretto.core.errors import RecipeError, UserError
 from stretto.core.machine import available_memory
 from stretto.launch.assemble.specs import Endpoints, engine_specs, trainer_spec
-from stretto.launch.preflight.base import base_folder
+from stretto.launch.preflight.base import base_folder, digest
 from stretto.launch.preflight.devices import engine_parts, rank_of
 from stretto.launch.preflight.plan import Plan, make_plan
 from stretto.launch.recipe.recipe import load_recipe, validate
@@ -433,3 +434,12 @@ def test_a_run_that_needs_far_more_memory_than_there_is_is_refused_with_both_num
     told = r"memory: the run needs .*all 1\.\d\d GiB; available 0\.25 GiB; each rank .*; a smaller model"
     with pytest.raises(RecipeError, match=told):
         fitting(plan_for())
+
+
+def test_the_digest_of_a_data_set_makes_no_copy_of_it() -> None:
+    assert digest("a", 1, None) == "02abd0042da74356fb6c"  # which runs of earlier versions have on record
+    rows = [f"{number}" * 100_000 for number in range(100)]
+    tracemalloc.start()
+    digest(*rows)
+    assert tracemalloc.get_traced_memory()[1] < sum(map(len, rows)) / 10
+    tracemalloc.stop()

@@ -52,4 +52,7 @@ def loaded_files(folder: Path) -> set[str]:
 
 def digest(*parts: object) -> str:
     """Compute a hash of the parts, each converted to text: 20 hexadecimal digits."""
-    return hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=10).hexdigest()
+    found = hashlib.blake2b(digest_size=10)
+    for place, part in enumerate(parts):  # one by one: those of a whole data set are larger than all else of a start
+        found.update(f"\x1f{part}".encode() if place else str(part).encode())
+    return found.hexdigest()
