@@ -168,6 +168,13 @@ def test_a_trajectory_of_many_paths_counts_once_in_its_group() -> None:
     }
 
 
+def test_a_prompt_of_a_loop_may_have_its_tokens_in_a_list() -> None:
+    (group,) = (asked := batch(answer())).groups
+    listed = msgspec.structs.replace(group, prompt=msgspec.structs.replace(PROMPT, token_ids=[5, 12]))
+    found = samples_of(msgspec.structs.replace(asked, groups=(listed,)), AlgorithmConfig(), LONGEST)
+    assert found.samples == samples_of(asked, AlgorithmConfig(), LONGEST).samples
+
+
 def test_a_token_that_was_sampled_behind_nothing_stops_the_run() -> None:
     with pytest.raises(BoundViolated, match="sampled without any context"):
         samples_of(batch((turn(4, parent=NOTHING),)), AlgorithmConfig(), LONGEST)

@@ -86,7 +86,7 @@ def trajectory_of(path: str) -> str:
 
 
 def _tokens(prompt: Prompt, trajectory: Trajectory, path: Path, id: str, evidence: Evidence) -> PathTokens:
-    context = [_array(prompt.token_ids)] if path.behind_prompt else []
+    context = [_array(tuple(prompt.token_ids))] if path.behind_prompt else []  # a loop's own may be a list
     start = end = len(prompt.token_ids) if path.behind_prompt else 0
     spans = list[Ints]()
     for place in path.segments:
