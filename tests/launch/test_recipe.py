@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from stretto.core.errors import RecipeError
 from stretto.launch.recipe.recipe import _PATHS, Recipe, differences, load_recipe, parse_recipe, to_toml, validate
+from stretto.rollout.workflow import WorkflowConfig
 from stretto.store.files import unreplaced
 from stretto.trainer.objective.corrections import CORRECTIONS
 
@@ -224,6 +225,14 @@ def test_overrides_replace_values_and_take_words_without_quotes(tmp_path: Path) 
 )
 def test_an_override_that_makes_no_sense_is_refused(tmp_path: Path, override: str, expected: str) -> None:
     assert expected in message(write(tmp_path, "seed = 1\n" + SMALL), [override])
+
+
+def test_an_override_removes_no_setting_of_ones_own_that_is_called_like_a_key_of_the_model(tmp_path: Path) -> None:
+    own = '[workflow]\nfunction = "m:W"\n[workflow.settings]\nbuild = "fast"\nfunctions = 3\n'
+    for settings in (["workflow.settings.path=x"], {"workflow": {"settings": {"path": "x", "function": "f"}}}):
+        found = load_recipe(write(tmp_path, merged(own)), settings).workflow
+        assert isinstance(found, WorkflowConfig)
+        assert {"build": "fast", "functions": 3, "path": "x"}.items() <= found.settings.items()
 
 
 def test_the_path_of_a_reference_is_relative_to_the_recipe_too(tmp_path: Path) -> None:

@@ -20,8 +20,13 @@ from stretto.core.errors import Problem
 #: ``"section.key=value"`` texts, or values by their keys: ``{"trainer.steps": 100, "rollout": {"group_size": 4}}``.
 Overrides = Sequence[str] | Mapping[str, Any]
 
-#: Keys that exclude each other: an override of one removes the other.
-_INSTEAD = {"function": "functions", "functions": "function", "path": "build", "build": "path"}
+#: Keys that exclude each other, by their section: an override of one removes the other.
+_INSTEAD = {
+    ("rewards", "function"): "functions",
+    ("rewards", "functions"): "function",
+    ("model", "path"): "build",
+    ("model", "build"): "path",
+}
 
 
 def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | None:
@@ -35,8 +40,8 @@ def put(tree: dict[str, Any], key: str, value: Any, place: str) -> Problem | Non
         tree = tree.setdefault(section, {})
         if not isinstance(tree, dict):
             return Problem(place, f"{section} is a value, not a section")
-    tree.pop(_INSTEAD.get(last, ""), None)
-    tree[last] = _merged(tree.get(last), value)
+    tree.pop(_INSTEAD.get((sections[-1] if sections else "", last), ""), None)
+    tree[last] = _merged(last, tree.get(last), value)
     return None
 
 
@@ -86,14 +91,14 @@ def as_parsed(value: Any) -> Any:
     return value
 
 
-def _merged(old: Any, new: Any) -> Any:
-    """Merge an overriding value with the old one. A table changes only the keys that it has, unless its `kind` differs;
-    any other value replaces the old one."""
+def _merged(name: str, old: Any, new: Any) -> Any:
+    """Merge an overriding value of the key `name` with the old one. A table changes only the keys that it has, unless
+    its `kind` differs; any other value replaces the old one."""
     if not isinstance(old, dict) or not isinstance(new, dict) or new.get("kind", old.get("kind")) != old.get("kind"):
         return new
-    instead = {_INSTEAD.get(key) for key in new}
+    instead = {_INSTEAD.get((name, key)) for key in new}
     kept = {key: value for key, value in old.items() if key not in instead}
-    return kept | {key: _merged(old.get(key), value) for key, value in new.items()}
+    return kept | {key: _merged(key, old.get(key), value) for key, value in new.items()}
 
 
 def parsed_value(text: str) -> Any:
