@@ -1,5 +1,5 @@
-"""Faults for the engines of a run, which report success all the same. `tests.launch.poverty.sabotaged` plants one in
-the process of a command before it begins; the roles are forked from that process, and have it too."""
+"""Faults for the engines of a run, which report success all the same, or fail. `tests.launch.poverty.sabotaged` plants
+one in the process of a command before it begins; the roles are forked from that process, and have it too."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any, cast
 
 from stretto.engine.native import engine as native
 from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.parameters import Parameters
 from stretto.weights.shared_memory import SharedMemorySubscriber
 
 LESS = 0.01  # nats
@@ -19,7 +20,8 @@ class Sabotage:
 
     ``skips``: one tensor is not loaded, where the engine copies it; of adapters, none is. ``hands``: the same, where
     the mailbox hands it over, after it has checked every byte. ``logprobs``: other log-probabilities are told than
-    those that tokens were sampled with.
+    those that tokens were sampled with. ``load``, ``prove``, ``add``: this call
+    raises, and removes the file `during`.
     """
 
     what: str
@@ -32,6 +34,11 @@ class Sabotage:
             sample = vars(native)["sample"]
             vars(native)["sample"] = lambda *given: (sample(*given)[0], sample(*given)[1] - LESS)
             return
+        patched = cast(Any, NativeEngine)
+        if self.what in ("prove", "add"):
+            call = getattr(patched, self.what)
+            setattr(patched, self.what, lambda engine, given: self._fail(engine, engine.version) or call(engine, given))
+            return
         update, load, begin, named = NativeEngine.update, SharedMemorySubscriber.load, NativeEngine.__init__, []
 
         def begins(engine: NativeEngine, *given: Any, **rest: Any) -> None:
@@ -39,21 +46,37 @@ class Sabotage:
             named.append(engine)
 
         def updates(engine: NativeEngine, version: int, tensors: Any, since: float | None = None) -> None:
-            update(engine, version, self._without_one(engine, version, tensors), since)
+            if self.what == "load":
+                cast(Any, engine._parameters).load = lambda tensors: (
+                    self._fail(engine, version) or Parameters.load(engine._parameters, tensors)
+                )
+            else:
+                tensors = self._without_one(engine, version, tensors)
+            update(engine, version, tensors, since)
 
         def hands(subscriber: SharedMemorySubscriber, version: int) -> Any:
             return self._without_one(named[0], version, load(subscriber, version))
 
-        patched = cast(Any, NativeEngine)
         patched.__init__ = begins
         if self.what == "hands":
             cast(Any, SharedMemorySubscriber).load = hands
         else:
             patched.update = updates
 
-    def _without_one(self, engine: NativeEngine, version: int, tensors: Any) -> Any:
+    def _spares(self, engine: NativeEngine, version: int) -> bool:
         spared = (self.engine and engine.name != self.engine) or (self.during and not Path(self.during).exists())
-        if version < self.first or spared:
+        return version < self.first or bool(spared)
+
+    def _fail(self, engine: NativeEngine, version: int) -> bool:
+        """Whether it has failed and not raised: never."""
+        if not self._spares(engine, version):
+            if self.during:
+                Path(self.during).unlink()
+            raise MemoryError("no room\nfor it")
+        return False
+
+    def _without_one(self, engine: NativeEngine, version: int, tensors: Any) -> Any:
+        if self._spares(engine, version):
             return tensors
         kept = engine._parameters._parameters[SKIPPED].detach().clone()
         dropped = {name: 0 * tensor for name, tensor in tensors.items() if name.endswith(".lora_B")}

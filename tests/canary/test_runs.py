@@ -146,22 +146,28 @@ def test_of_two_engines_the_wrong_one_is_named(laboratory: Laboratory, tmp_path:
 
 
 @pytest.mark.long
-def test_a_machine_whose_engine_is_wrong_leaves_and_the_run_goes_on(laboratory: Laboratory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["skips", "prove"])
+def test_a_machine_whose_engine_is_wrong_leaves_and_the_run_goes_on(
+    laboratory: Laboratory, tmp_path: Path, what: str
+) -> None:
     """It gets its weights over the network. Another one, which is honest, stays."""
     run_dir = tmp_path / "run"
     listening = ("cluster.listen=127.0.0.1:0", "trainer.steps=100000", "trainer.keep_versions=1")
     train = laboratory.train(run_dir, *listening)
     with train as command, machine(laboratory, run_dir, sees_the_folder=False) as honest:
         wait_until(lambda: "engine-1 has joined, at version" in said(run_dir), "an honest engine", command, SECONDS)
-        with machine(laboratory, run_dir, sees_the_folder=False, poor=sabotaged(first=0)) as wrong:
+        with machine(laboratory, run_dir, sees_the_folder=False, poor=sabotaged(what, first=0)) as wrong:
             wait_until(lambda: "engine-2 has left: " in said(run_dir), "the departure of the other", command, SECONDS)
             wrong.stop(signal.SIGTERM)
         wait_for_step(command, steps_done(run_dir) + 3, SECONDS)
         end_well(command, laboratory, run_dir)
         honest.stop(signal.SIGTERM)
-    assert re.search(r"engine-2 has left: .*has not proven version \d+", said(run_dir))
+    assert re.search(
+        r"engine-2 has left: .*has not (proven version \d+|loaded version \d+: MemoryError)", said(run_dir)
+    )
     newest = {one.engine: one.proven for one in inspect_run(run_dir).canary_proofs if one.which == "newest"}
-    assert newest == {"engine-0": True, "engine-1": True, "engine-2": False}
+    assert not newest.pop("engine-2", False)
+    assert newest == {"engine-0": True, "engine-1": True}
     assert "engine-2" not in {one.engine for one in record_of(run_dir).proven}
 
 
@@ -181,3 +187,35 @@ def test_an_engine_that_tells_other_log_probabilities_is_replaced_and_then_ends_
     found = inspect_run(run_dir)
     assert all(one.proven for one in found.canary), "the weights were right"
     assert found.steps <= (6 if staleness == 0 else 12)
+
+
+RAISED, AGAIN = r"has not loaded version (\d+)", " and loads it again"
+ROOM = ": MemoryError: no room for it"
+
+
+@pytest.mark.parametrize(("what", "told"), [("load", RAISED), ("prove", RAISED), ("add", "failed at a request")])
+def test_an_engine_whose_load_proof_or_acceptance_raises_is_replaced_and_then_ends_the_run(
+    laboratory: Laboratory, tmp_path: Path, what: str, told: str
+) -> None:
+    run_dir = tmp_path / "run"
+    settings = ("trainer.steps=40", "deadlines.batch=1800", "deadlines.step=1800", "deadlines.engine_restarts=1")
+    with laboratory.train(run_dir, *settings, poor=sabotaged(what)) as command:
+        ended = command.end(SECONDS)
+    assert ended.code == 1, ended.out + ended.err
+    assert re.search(f"engine-0 .*{told}{ROOM}", ended.err), ended.err
+    assert re.search(rf"engine-0 was killed by SIGKILL \({told}{ROOM}\): a new one is started", said(run_dir))
+    assert said(run_dir).count("a new one is started") == 1
+    again = re.search(f"engine-0 {told}{AGAIN}{ROOM}", said(run_dir))
+    assert what == "add" or (again and int(again[1]) >= FIRST)
+    assert "in _fail" in (run_dir / "logs" / "engine-0.txt").read_text()
+    assert check_run(run_dir).kept, check_run(run_dir).breaches
+
+
+def test_a_load_that_raises_once_costs_a_line_and_no_engine(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir, once = tmp_path / "run", tmp_path / "once"
+    once.touch()
+    with laboratory.train(run_dir, poor=sabotaged("load", during=str(once))) as command:
+        command.end(SECONDS).well()
+    assert len(re.findall(f"engine-0 {RAISED}{AGAIN}{ROOM}", said(run_dir))) == 1
+    assert "a new one" not in said(run_dir)
+    assert check_run(run_dir).kept, check_run(run_dir).breaches

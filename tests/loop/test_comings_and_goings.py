@@ -79,7 +79,7 @@ class Story:
         machine = self.machines[name] = Machine(self.chance)
         process = SimulatedProcess(machine, lambda: self.chance.randint(0, max(0, self.pool.published - fresh)))
         client = process.client = SimulatedClient(name, machine, self.begins)
-        spec = EngineSpec(name, "", "", "", "", "", 1, 0.0)
+        spec = EngineSpec(name, "", "", "", "", "{}", 1, 0.0)
         budget = RestartBudget(DEADLINES.engine_restarts, 1.0)
         self.pool.join(EngineHandle(spec, process, client, DEADLINES, budget, self.pool.changed, self.pool.proving))
 

@@ -114,6 +114,8 @@ async def test_an_error_that_nobody_catches_is_in_how_its_role_ended(
 
 ABORT = "import os; (lambda words: (os.write(2, words), os.abort()))"  #: a program that ends with these words
 
+CAUGHT = "import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()\nraise SystemExit("
+
 
 @pytest.mark.parametrize(
     ("program", "told"),
@@ -122,7 +124,8 @@ ABORT = "import os; (lambda words: (os.write(2, words), os.abort()))"  #: a prog
             "class A:\n def __del__(self): raise OSError('late')\na = A()\nraise ValueError('cause\\n  more')",
             "ValueError: cause",
         ),
-        ("import traceback\ntry: 1 / 0\nexcept ZeroDivisionError: traceback.print_exc()\nraise SystemExit('text')", ""),
+        (f"{CAUGHT}'text')", ""),
+        (f"{CAUGHT}'log: lacks it')", "lacks it"),
         ("raise RuntimeError('CUDA error: lost\\nmay come late\\nset this')", "RuntimeError: CUDA error: lost"),
         ("raise ExceptionGroup('all', [OSError('one')])", "ExceptionGroup: all (1 sub-exception)"),
         (

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from stretto.core.errors import RoleError, StrettoError
 from stretto.engine.config import EngineConfig
 from stretto.engine.http.server import serve
 from stretto.engine.native.engine import NativeEngine
@@ -60,7 +61,14 @@ def _loaded(spec: EngineSpec) -> tuple[NativeEngine, SharedMemorySubscriber]:
         subscriber.await_first(spec.name, spec.publication_seconds)
     version = subscriber.newest()
     if version is not None:
-        engine.update(version, subscriber.load(version))
+        try:
+            with memory_named(spec.name, spec.gpus, 0, f"while it loaded version {version}"):
+                engine.update(version, subscriber.load(version))
+        except StrettoError:
+            raise
+        except Exception as error:  # the conductor tells one line of it
+            found = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RoleError(f"has not loaded version {version}: {found}") from error
     return engine, subscriber
 
 

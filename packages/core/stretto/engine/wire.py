@@ -16,8 +16,9 @@
     GET  /spans                              →  [Span] since the last call
 
 Closing the connection of /generate aborts its requests. Only native engines have /tokens and /submit. A refused request
-gets a status of 400 or above and a `Refusal` as the body. `stretto serve` has these paths in addition to OpenAI's, but
-for /tokens, /submit and /score; its /health replies in JSON unless the client accepts MessagePack.
+gets a status of 400 or above and a `Refusal` as the body; with 500 it is an error that no request should cause.
+`stretto serve` has these paths in addition to OpenAI's, but for /tokens, /submit and /score; its /health replies in
+JSON unless the client accepts MessagePack.
 """
 
 from __future__ import annotations

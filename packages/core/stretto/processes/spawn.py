@@ -128,8 +128,9 @@ def cause_in(log: Path, code: int, start: int) -> str:
     (if the log still has it).
 
     Exit code 1: type and text of the exception that nobody caught, those of the last traceback with nothing but ignored
-    errors after it. A signal that faulty code raises, as SIGABRT: "its log ends: " and the fatal error of Python or
-    C++, or else the last line. "" for another code, if the log says nothing, or cannot be read.
+    errors after it, or the line behind it that begins with the log's name (the role's). A signal that faulty code
+    raises, as SIGABRT: "its log ends: " and the fatal error of Python or C++, or else the last line. "" for another
+    code, if the log says nothing, or cannot be read.
     """
     said = ""
     with contextlib.suppress(OSError), log.open("rb") as file:
@@ -137,18 +138,19 @@ def cause_in(log: Path, code: int, start: int) -> str:
         file.seek(max(start if start <= size else 0, size - _LAST_BYTES))
         said = file.read().decode(errors="replace")
     if code == 1:
-        return _uncaught(_IGNORED.sub("", said))[:_LONGEST_ERROR]
+        return _uncaught(_IGNORED.sub("", said), f"{log.stem}: ")[:_LONGEST_ERROR]
     lines = _FATAL.findall(said) or re.findall(r"\S.*", said) if -code in _FAULTS else []
     return f"its log ends: {lines[-1].strip()[:_LONGEST_ERROR]}" if lines else ""
 
 
-def _uncaught(said: str) -> str:
+def _uncaught(said: str, role: str) -> str:
     before, found, last = said.rpartition(_TRACEBACK)
     margin = before.rpartition("\n")[2].replace("+ Exception Group ", "| ")  # of an exception group, or a rank's name
     lines = [line.removeprefix(margin) for line in last.splitlines()] if found else []
     errors = [line for line in lines if line and not line[0].isspace()]
-    # A single line behind it is what `sys.exit` says after an error that was caught and printed.
-    return errors[0] if len(errors) not in (0, 2) else ""
+    if len(errors) == 2:  # a single line behind it is of the role, or of `sys.exit`, after an error that was caught
+        return errors[1].removeprefix(role) if errors[1].startswith(role) else ""
+    return errors[0] if errors else ""
 
 
 def environment(threads: int) -> dict[str, str]:

@@ -21,6 +21,7 @@ from stretto.core.errors import (
     EngineLied,
     EngineLost,
     RefusedRequest,
+    RoleFailed,
     TornPublication,
     WireError,
     several,
@@ -45,6 +46,8 @@ _OK, _SERVER_ERROR = 200, 500
 _IDLE_SECONDS = 60.0  # an engine's server keeps its connections for a day
 _LOOKS = 6  # a wait for a completion first asks for the engine's health after 1/6 of its limit
 _NAMED = 3  # most requests named in a message
+_SHOWN = 300  # most characters of an engine's error in a message
+_LOAD = "/update_weights"
 _LARGEST_NEWS = 16 << 20  # bytes of a reply about an engine's health, or of its spans: ten times those of `MOST_SPANS`
 _FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(
     Completion | Annotated[list[Refusal], msgspec.Meta(min_length=1)]
@@ -95,6 +98,7 @@ class HttpEngine:
         Raises:
             RefusedRequest: the engine refused one of the requests, and so all; a server such as vLLM behind the engine
                 may refuse one after others have been yielded.
+            RoleFailed: the engine failed to accept them, by an error that no request should cause.
             EngineLost: as all calls, or the engine ended before the last completion.
             EngineLied: the server behind it returned impossible results.
             DeadlineExceeded: no completion ended and no token was computed for `answer_seconds`.
@@ -109,7 +113,9 @@ class HttpEngine:
                 parts = await self._parts(connection, f"the next completion to {requested}")
                 if connection.status != _OK:
                     async with deadline(self._owner, f"the end of a refusal of {requested}", self._health_seconds):
-                        raise refusal(self.name, connection.status, b"".join([*parts, await connection.rest()]))
+                        raise refusal(
+                            self.name, connection.status, b"".join([*parts, await connection.rest()]), ends=True
+                        )
                 arrived, failure = self._completions(chain.from_iterable(map(unframer.feed, parts)))
                 self._check_all(arrived, asked, had)
                 missing -= len(arrived)
@@ -170,12 +176,13 @@ class HttpEngine:
         Raises:
             TornPublication: the publication is incomplete, or not of this model; the engine keeps its version.
             RefusedRequest: the version is older than the version in use.
+            RoleFailed: the load or the challenge failed; the engine samples nothing until a version is loaded.
             DeadlineExceeded: the engine has read no bytes for `load_seconds`.
         """
         awaited = f"{self.name} to load version {version}"
         order = UpdateRequest(version=version, challenge=await ask(version) if ask is not None else None)
         async with standstill(self._owner, awaited, self._load_seconds, self.moved):
-            return decoded(await self._reply("/update_weights", order), Loaded)
+            return decoded(await self._reply(_LOAD, order), Loaded)
 
     async def moved(self) -> object:
         """Bytes of published versions that the engine has read; None if it replies late or with an error."""
@@ -262,7 +269,7 @@ class HttpEngine:
             connection.send(method, path, body)
             reply = await connection.rest(most)
             if connection.status != _OK:
-                raise refusal(self.name, connection.status, reply)
+                raise refusal(self.name, connection.status, reply, ends=path == _LOAD)
             return reply
 
     def _completions(self, bodies: Iterable[memoryview]) -> tuple[list[Completion], WireError | EngineLost | None]:
@@ -303,14 +310,18 @@ def _unknown(body: bytes | memoryview, error: Exception) -> WireError:
     return WireError(f"a reply that no stretto engine sends: {bytes(body[:80])!r} ({error})")
 
 
-def refusal(engine: str, status: int, body: bytes) -> WireError | EngineLost:
+def refusal(engine: str, status: int, body: bytes, *, ends: bool = False) -> WireError | EngineLost | RoleFailed:
     """The error, to be raised by the caller, for an engine's reply with an HTTP `status` other than 200: the one in
-    `body`. If the body holds none, EngineLost for status 500, else WireError."""
+    `body`. If the body holds none, EngineLost for status 500, else WireError. With status 500 `body` holds the text of
+    an error that no request should cause: RoleFailed if it `ends` the engine, else EngineLost."""
     try:
         told = decoded(body, Refusal)
     except WireError as error:
         # The server ends open requests with this status when the engine has failed.
         return EngineLost(engine, "broke off a request") if status == _SERVER_ERROR else error
+    if status == _SERVER_ERROR:
+        found = " ".join(told.found.split())[:_SHOWN]
+        return RoleFailed(engine, found, 1) if ends else EngineLost(engine, f"failed at a request: {found}")
     return error_of(told)
 
 

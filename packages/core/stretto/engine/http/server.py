@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import os
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
@@ -22,7 +23,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from stretto.core.canary import Loaded
 from stretto.core.engine import EngineHealth
-from stretto.core.errors import UNREADABLE, EngineLost, RefusedRequest, WireError
+from stretto.core.errors import UNREADABLE, EngineLost, RefusedRequest, RoleFailed, WireError
 from stretto.core.events import Span
 from stretto.core.frames import LARGEST_FRAME, frame
 from stretto.core.records import GenerateRequest, Partials
@@ -100,6 +101,8 @@ class _Exchange:
             status, message = 200, await (unless_gone(receive, work) if self._ends else work)
         except (WireError, EngineLost, *UNREADABLE) as error:
             status, message = _refusal(error)
+        except Exception as error:  # whatever it is, it must not look like a connection that broke
+            status, message = _failure(error)
         if message is not None:  # else the client has gone
             await _reply(send, status, message)
 
@@ -153,6 +156,9 @@ class EngineApp:
             return
         except (RefusedRequest, EngineLost, *UNREADABLE) as error:
             await _reply(send, *_refusal(error))
+            return
+        except Exception as error:  # as in `_Exchange`
+            await _reply(send, *_failure(error))
             return
         watch = asyncio.create_task(when_gone(receive, stream.break_off))
         try:
@@ -294,6 +300,13 @@ async def _reply(send: Send, status: int, message: object) -> None:
 
 def _too_large(largest: int) -> Refusal:
     return Refusal(error="RefusedRequest", field="body", found="too many bytes", allowed=f"at most {largest:,} bytes")
+
+
+def _failure(error: Exception) -> tuple[int, Refusal]:
+    """HTTP status 500 and body for an error that no request should cause; its traceback goes to the engine's log."""
+    traceback.print_exception(error)
+    found = error.problem if isinstance(error, RoleFailed) else f"{type(error).__name__}: {error}"
+    return 500, Refusal(error="RoleFailed", found=found)
 
 
 def _refusal(error: Exception) -> tuple[int, Refusal]:

@@ -18,6 +18,7 @@ from stretto.core.errors import (
     EngineLied,
     EngineLost,
     RoleDied,
+    RoleFailed,
     UnprovenWeights,
     WireError,
 )
@@ -104,8 +105,7 @@ class EngineHandle:
 
         Args:
             logs: folder of the log; the file is named after the engine.
-            role: module that the process runs.
-            spawner: starts the process.
+            role, spawner: module that the process runs; starts the process.
             changed, proving: attributes of the handle.
             load_interval: least seconds between two loads of new weights.
         """
@@ -246,8 +246,7 @@ class EngineHandle:
 
         Raises:
             RoleDied: the process died more often than `deadlines.engine_restarts` allows.
-            UnprovenWeights: the engine was ended for weights that it could not prove, and must not be replaced.
-            WireError: the newest version is damaged, or not of this model.
+            UnprovenWeights, WireError: as `start`; the first also for sampled tokens that disagreed again.
         """
 
         async def start() -> None:
@@ -321,8 +320,8 @@ class EngineHandle:
         """Load newly published versions, always the newest, until this raises or is cancelled. While the engine has
         requests, loads are `load_interval` seconds apart, unless a request waits for a version. One that lags and keeps
         up (`Publications.keeps_up`) begins to load as a version is published. An engine that breaks off becomes
-        suspected; one whose load stands still, or is not proven, is replaced. Raises UnprovenWeights if two loads in a
-        row are not proven, WireError for an unusable version."""
+        suspected; one whose load stands still, fails or is not proven, is replaced. Raises UnprovenWeights if the next
+        is not proven either, WireError for an unusable version."""
         while True:
             await self.publications.news(self.open)
             version = self.publications.newest
@@ -346,8 +345,8 @@ class EngineHandle:
             self.suspect()  # the engine comes back with the newest version, by itself or replaced
         except DeadlineExceeded as late:  # its event loop hangs, say, and its heartbeats go on
             self._end_hung(late)
-        except UnprovenWeights as doubt:
-            self.discard(doubt)
+        except RoleFailed as failure:
+            self.discard(failure)
         else:
             self.publications.loaded(version)
             if self.serves:  # else it has been replaced meanwhile
@@ -361,17 +360,18 @@ class EngineHandle:
             self.condemn()
             self.process.kill()
 
-    def discard(self, doubt: UnprovenWeights) -> None:
-        """Kill the engine's process after a load that was not proven (`doubt`), so that it is replaced. If the engine's
-        load before was not proven either, raises `doubt` instead, and kills nothing."""
-        if self.proving.doubts(self.name):
-            raise doubt
-        self.end_for(doubt, final=False)
+    def discard(self, failure: RoleFailed) -> None:
+        """Kill the engine's process after a request or loads that failed, or loads that were not proven (`failure`), so
+        that it is replaced. If those before were not proven either, raises `failure` instead, and kills nothing."""
+        if isinstance(failure, UnprovenWeights) and self.proving.doubts(self.name):
+            raise failure
+        self._why = f" ({failure.problem})"
+        self.end_for()
 
-    def end_for(self, doubt: UnprovenWeights, final: bool) -> None:
-        """Kill the engine's process because of `doubt`, which names what is wrong with its weights. `supervise`
-        replaces it, or raises `doubt` if `final`."""
-        self._doubt = doubt if final else None
+    def end_for(self, doubt: UnprovenWeights | None = None) -> None:
+        """Kill the engine's process. `supervise` replaces it, or raises `doubt`, which names what is wrong with its
+        weights, if there is one."""
+        self._doubt = doubt or self._doubt
         self.condemn()
         self.process.kill()
 
@@ -399,9 +399,9 @@ class EngineHandle:
             except EngineLost:
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            except UnprovenWeights as doubt:
-                self.discard(doubt)
-                raise RoleDied(self.name, f"{await self.process.ended()}: {doubt.problem}") from None
+            except RoleFailed as failure:
+                self.discard(failure)
+                raise RoleDied(self.name, f"{await self.process.ended()}: {failure.problem}") from None
             except WireError:
                 if self.publications.newest == wanted:
                     raise

@@ -28,6 +28,7 @@ from stretto.core.errors import (
     EngineLost,
     RoleDied,
     RoleError,
+    RoleFailed,
     UnprovenWeights,
     WireError,
 )
@@ -70,8 +71,7 @@ class EnginePool:
 
         Args:
             specs: one for each engine.
-            logs: folder for the logs of their processes.
-            role: module that an engine's process runs.
+            logs, role: folder for the logs of their processes; module that an engine's process runs.
             load_interval: least seconds between two loads of new weights (`engine.load_interval`).
             router: chooses the engine for a request; default: the least loaded.
             lag: seconds that an engine may take to load a published version; a slower one gets no requests and does not
@@ -151,7 +151,7 @@ class EnginePool:
     def _distrust(self, doubt: UnprovenWeights, final: bool) -> None:
         self._say(f"{doubt.role} {doubt.problem}" + ("" if final else ": it is replaced"))
         if (engine := self._engines.get(doubt.role)) is not None:
-            engine.end_for(doubt, final)
+            engine.end_for(doubt if final else None)
 
     def _count(self, name: str, version: int | None) -> None:
         """Count the engine `name` for `live` under `version`; None: count it no longer. Must not loop over all engines:
@@ -283,7 +283,7 @@ class EnginePool:
         that sampled the newest prefix token, it is waited for until it has loaded that.
 
         Raises:
-            EngineLost: it broke off, or ended no completion within `deadlines.answer`: it is suspected, if not aborted.
+            EngineLost: it broke off or was silent for `deadlines.answer` (then suspected), or failed (then replaced).
             EngineLied: the engine's results are invalid and must not be kept; it is replaced.
             EngineLeft: the engine has left the run, or stopped taking requests before these were sent.
             RefusedRequest: the engine refused the requests.
@@ -311,6 +311,9 @@ class EnginePool:
         except DeadlineExceeded as late:  # its event loop hangs, say, and its heartbeats go on
             engine.suspect(ids)
             raise EngineLost(name, f"is silent: {late}") from None
+        except RoleFailed as failure:
+            engine.discard(RoleFailed(name, f"failed at a request: {failure.problem}", 1))
+            raise EngineLost(name, failure.problem) from None
         except EngineLied as lie:  # a machine with broken memory, say, would go on answering
             if engine.condemn():
                 self._say(f"{lie}: it is replaced")
@@ -329,12 +332,9 @@ class EnginePool:
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
         """Compute the log-probabilities of the tokens of `texts` (token ids of each) on the least-loaded engine.
-        Returns for each text one number per token but the first. A version that it has promised is waited for.
-
-        Raises:
-            RefusedRequest: a text is empty, longer than the context, or has tokens outside the vocabulary.
-            EngineLost, EngineLeft, DeadlineExceeded: as for `generate`.
-        """
+        Returns for each text one number per token but the first. A version that it has promised is waited for. Raises
+        RefusedRequest if a text is empty, longer than the context, or has tokens outside the vocabulary; else as
+        `generate`."""
         name = await self._free_engine(len(texts))
         try:
             await (engine := self._engines[name]).until_it_serves(engine.publications.promised)

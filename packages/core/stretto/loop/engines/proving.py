@@ -41,7 +41,7 @@ from stretto.core.canary import (
 )
 from stretto.core.deadlines import deadline
 from stretto.core.engine import Engine
-from stretto.core.errors import DeadlineExceeded, UnprovenWeights, WireError
+from stretto.core.errors import DeadlineExceeded, RoleFailed, UnprovenWeights, WireError
 from stretto.engine.wire import EngineSpec
 
 _KEPT = 32  # canaries: while a machine pulls a version, the trainer may publish as many as the staleness bound allows
@@ -170,7 +170,7 @@ class Proving:
         return _ASKED_TOKENS if doubted or self._unjudged[engine] >= _UNJUDGED else 0
 
     async def load(self, spec: EngineSpec, client: Engine, version: int, served: int = -1) -> int:
-        """Make an engine load `version` and check its weights; a load that is not proven is repeated once.
+        """Make an engine load `version` and check its weights; a load that fails or is not proven is repeated once.
 
         Before `expect` is called there is no check, and an engine whose version (`served`; -1: always load) is not
         older loads nothing.
@@ -179,14 +179,15 @@ class Proving:
             The version that the engine serves now: `version`, or a newer one.
 
         Raises:
-            UnprovenWeights: both checks failed.
+            UnprovenWeights: the second check failed.
+            RoleFailed: the second load failed, with an error of the engine.
             EngineLost: the engine does not reply.
             WireError: the version is not published, or not of this model, or so old that its canary is not kept, or the
                 trainer's canary did not come in 600 s; the engine keeps its version.
             DeadlineExceeded: the engine made no progress with the load.
         """
-        if not self._expected:
-            return (await client.update(version)).version if version > served else served
+        if not self._expected and version <= served:
+            return served
         engine, facts = spec.name, msgspec.json.decode(spec.config, type=_ComputesIn)
         make, asked = f"{facts.kind} {facts.dtype}", Challenge(Canary(-1, (), (), 0), 0.0)
 
@@ -200,7 +201,15 @@ class Proving:
             return asked
 
         for again in (False, True):
-            loaded = await client.update(version, ask)
+            try:
+                loaded = await client.update(version, ask if self._expected else None)
+            except RoleFailed as failed:
+                if again:
+                    raise RoleFailed(engine, f"has not loaded version {version}: {failed.problem}", 1) from None
+                self._say(f"{engine} has not loaded version {version} and loads it again: {failed.problem}")
+                continue
+            if not self._expected:
+                return loaded.version
             proof = _judged(engine, make, asked, loaded, asked.canary.unit(facts.dtype))
             self._note(proof, coarser(facts.dtype, asked.canary.dtype))
             if loaded.scores is not None and loaded.scores.sampled:
