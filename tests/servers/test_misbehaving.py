@@ -1,6 +1,7 @@
 """Promises: what a server must not send ends the engine with an error that says it, breaks off the completions that are
 open, and nothing of it reaches a stream or a journal. Where the request is at fault and not the server, its sender gets
-the server's words, whatever of the request was sampled before; the engine goes on with all other requests."""
+the server's words, whatever of the request was sampled before; the engine goes on with all other requests. A load that
+the server refuses is ordered again, and then named; nothing is sampled before one succeeds."""
 
 import asyncio
 import math
@@ -11,14 +12,25 @@ import pytest
 from msgspec.structs import replace
 
 from stretto.core.canary import FARTHEST, Canary, Challenge
-from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError, WireError
+from stretto.core.errors import (
+    DeadlineExceeded,
+    EngineLied,
+    EngineLost,
+    RefusedRequest,
+    RoleFailed,
+    StrettoError,
+    WireError,
+)
 from stretto.core.frames import LARGEST_FRAME, Unframer
 from stretto.core.records import Segment, StopReason
+from stretto.core.tasks import cancel_and_wait
 from stretto.engine.http.client import HttpEngine, decoded
 from stretto.engine.http.server import EngineApp, serve_app
-from stretto.engine.wire import Refusal
+from stretto.engine.wire import EngineSpec, Refusal
+from stretto.loop.engines.proving import Proving
 from stretto_servers import engine as external
 from stretto_servers.engine import ExternalEngine
+from stretto_servers.http import refused
 from stretto_servers.make import Continuation, Delta
 from tests.asynchronous import until
 from tests.engine.serving import until_up
@@ -273,14 +285,42 @@ async def test_a_pause_that_ends_no_request_ends_the_engine(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("on_update", ["recompute", "keep"])
-async def test_a_load_that_fails_ends_the_engine_and_nothing_is_sampled_any_more(on_update: OnUpdate) -> None:
+async def test_after_a_load_that_the_server_refuses_nothing_is_sampled_until_one_succeeds(on_update: OnUpdate) -> None:
     server, engine = await at(1, on_update)
     stream = engine.submit_all([request("ab", max_tokens=8)])
     await play(server, count=2)
     server.refuses_load = True
-    await ends_with(engine, WireError, "no weights in /toy/2")
-    await play(server, count=2)
-    assert (stream.broken, stream.ready, server.paused, len(server.asked)) == (True, False, True, 1)
+    for _ in range(2):
+        with pytest.raises(RoleFailed, match="no weights in /toy/2"):
+            await engine.update(2)
+        await play(server, count=2, rounds=3)
+        assert (stream.broken, stream.ready, server.paused, len(server.asked)) == (False, False, True, 1)
+    server.refuses_load = False
+    assert (await engine.update(2)).version == 2
+    (found,) = await asyncio.wait_for(completions_of(server, stream), 5)
+    assert found.versions == (1, 1, *(2,) * 6)
+    assert_law(request("ab").prompt_token_ids, found)
+
+
+async def test_a_load_that_a_server_answers_with_status_500_is_ordered_again_and_then_named(tmp_path: Path) -> None:
+    class Full(ToyServer):
+        loads = 0
+
+        async def load(self, folder: Path, version: int, *, keep: bool) -> None:
+            self.loads += 1
+            raise refused("engine-0", "/load", 500, b"no room\nfor it")
+
+    engine, address = engine_over(server := Full()), f"unix:{tmp_path}/engine.sock"
+    serving = asyncio.create_task(serve_app(EngineApp(engine, LARGEST_FRAME, ""), address, engine.run))
+    await until(lambda: (tmp_path / "engine.sock").exists())
+    client, spec = HttpEngine("engine-0", address), EngineSpec("engine-0", address, "", "", "", "{}", 1, 0.0)
+    with pytest.raises(
+        RoleFailed, match="not loaded version 2: engine-0 answers /load with status 500: no room for it"
+    ):
+        await Proving().load(spec, client, 2)
+    assert (server.loads, serving.done()) == (2, False)
+    await client.close()
+    await cancel_and_wait([serving])
 
 
 async def test_an_update_that_is_cut_off_ends_the_engine() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import stretto
-from stretto.core.errors import EngineLost, RefusedRequest, RoleDied
+from stretto.core.errors import RefusedRequest, RoleDied, RoleFailed
 from stretto.core.records import GenerateRequest, Sampling
 from stretto.engine.config import CAPABILITIES, EngineConfig
 from stretto.engine.wire import ENGINE_KEY, EngineSpec
@@ -132,7 +132,7 @@ async def test_the_folder_of_a_model_that_is_served_as_it_is_has_no_file_more(tm
     server = Counting()
     server.refuses_load = refuses
     if refuses:
-        with pytest.raises(EngineLost, match="no weights in"):
+        with pytest.raises(RoleFailed, match="no weights in"):
             await _engine(spec, EngineConfig(kind="vllm"), server)
     else:
         assert (await _engine(spec, EngineConfig(kind="vllm"), server)).version == 0

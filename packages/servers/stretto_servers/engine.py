@@ -28,7 +28,7 @@ import msgspec
 from stretto.core.canary import Challenge, Loaded, Scores
 from stretto.core.deadlines import waiting
 from stretto.core.engine import EngineHealth, is_evaluation
-from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, StrettoError, WireError
+from stretto.core.errors import DeadlineExceeded, EngineLied, EngineLost, RefusedRequest, RoleFailed, WireError
 from stretto.core.events import BusySpans, Span
 from stretto.core.records import GenerateRequest, Partials, StopReason
 from stretto.core.tasks import cancel_and_wait
@@ -172,15 +172,14 @@ class ExternalEngine:
         opened = self._open.pop(request, [])
         if not all(completion.done for completion in opened):  # without one completion the whole group is wasted
             self._counts.wasted += sum(len(completion.token_ids) for completion in opened)
-        tasks = self._tasks.pop(request, [])
-        for task in tasks:
+        for task in self._tasks.pop(request, []):
             task.cancel()
 
     async def _complete(self, completion: OpenCompletion) -> None:
         """Generate one completion, with as many requests to the server as updates require, and end its stream in every
-        case. If the server breaks off or is late, the stream breaks off too, and the conductor continues the completion
-        elsewhere. A mistake in the request refuses it. If the server's tokens cannot be trusted, the stream is refused
-        with EngineLied, and the whole engine fails."""
+        case. If the server breaks off or is late, so does the stream, and the conductor continues the completion
+        elsewhere. A mistake in the request refuses it. Tokens that cannot be trusted end it with EngineLied, and fail
+        the whole engine."""
         try:
             ended = completion.whole  # already, if the engine before was lost between its last token and its end
             while ended not in _REASONS:
@@ -201,13 +200,11 @@ class ExternalEngine:
                 await self._sampling.wait()  # for the proof
                 completion.uncertain = 0
             completion.end(_REASONS[ended])
-        except EngineLost as lost:  # the conductor continues the completion on another engine
-            completion.stream.break_off(lost.how)
-        except DeadlineExceeded as late:  # likewise: a busy server may be late, and its tokens are still trusted
-            completion.stream.break_off(str(late))
+        except (EngineLost, DeadlineExceeded):  # another engine continues it; the tokens of a late server are trusted
+            completion.stream.break_off()
         except RefusedRequest as refused:  # a mistake in the request; the engine goes on
             completion.stream.refuse(refused)
-        except StrettoError as error:  # the server's tokens cannot be trusted any more
+        except WireError as error:  # the server's tokens cannot be trusted any more
             completion.distrust()
             completion.stream.refuse(EngineLied(self.name, f"is not trusted: {error}"))
             self._fail(error)
@@ -277,9 +274,9 @@ class ExternalEngine:
 
         Raises:
             RefusedRequest: the version is older than the one in use.
-            TornPublication, WireError: the version is damaged or not available; the engine continues with the one in
-                use.
-            EngineLost: the load failed, and the engine is unusable.
+            TornPublication, WireError: the version is damaged or not available; the engine keeps the one in use.
+            RoleFailed: the server refuses the load or the challenge; sampling stays stopped until a later update.
+            EngineLost: the load failed otherwise, and the engine is unusable.
         """
         with waiting(self.name, "the update before", 0.0):
             await self._changing.acquire()
@@ -287,18 +284,20 @@ class ExternalEngine:
             self._check_working()
             if version < self.version:
                 raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
+            folder, sampled = None, tuple[tuple[float, float], ...]()
             if version > self.version or not self._counts.updates or self._in_doubt:
-                wanted = 0 if challenge is None or self._in_doubt else challenge.sampled
-                sampled = await self._sampled_again(wanted)  # before the new weights lie in the folder of the old
+                sampled = await self._sampled_again(0 if challenge is None or self._in_doubt else challenge.sampled)
                 start = time.monotonic()
-                folder = await asyncio.to_thread(self._weights.folder_of, version)
+                folder = await asyncio.to_thread(self._weights.folder_of, version)  # the new weights, not the old
                 size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
                 self._spans.add("map", start, time.monotonic(), version, size)
-                scores = await self._load(folder, version, challenge)
-                scores = None if scores is None else msgspec.structs.replace(scores, sampled=sampled)
-            else:
-                scores = None if challenge is None else await self._answer(challenge)
-            return Loaded(self.version, scores)
+            try:
+                scores = await (self._load(folder, version, challenge) if folder else self._answer(challenge))
+            except WireError as error:  # the server's word, and it goes on
+                self._in_doubt = True
+                self._take_back()
+                raise RoleFailed(self.name, str(error), 1) from error
+            return Loaded(self.version, msgspec.structs.replace(scores, sampled=sampled) if scores else None)
         finally:
             self._changing.release()
 
@@ -323,9 +322,11 @@ class ExternalEngine:
         self._spans.add("prove", start, time.monotonic(), self.version)
         return tuple(pairs)
 
-    async def _answer(self, challenge: Challenge) -> Scores:
-        """Run a canary challenge on the server; returns its scores. Call it while no completion runs. Sampling stops,
-        and continues only if the scores prove that the server has the weights of its version."""
+    async def _answer(self, challenge: Challenge | None) -> Scores | None:
+        """Run a canary challenge (None: do nothing) on the server; return its scores. Call it while no completion runs.
+        Sampling stops, and continues only if the scores prove that the server has the weights of its version."""
+        if challenge is None:
+            return None
         self._sampling.clear()
         self._in_doubt = True  # also if the server fails to answer: then the next update loads again
         start = time.monotonic()
@@ -371,11 +372,12 @@ class ExternalEngine:
             await self._make.load(folder, version, keep=keep)
             self.version, self._in_doubt = version, challenge is not None
             await self._make.resume()
-            scores = None if challenge is None else await self._answer(challenge)
+            scores = await self._answer(challenge)
+        except WireError:
+            raise
         except BaseException as error:  # also if cancelled, it is unknown which weights the server has
-            known = isinstance(error, Exception)
-            self._fail(error if known else EngineLost(self.name, "was stopped while loading"))
-            if isinstance(error, StrettoError):  # as EngineLost, so that the run continues with another engine
+            self._fail(error if isinstance(error, Exception) else EngineLost(self.name, "was stopped while loading"))
+            if isinstance(error, (EngineLost, DeadlineExceeded)):  # the run continues with another engine
                 raise EngineLost(self.name, f"failed to load version {version}: {error}") from error
             raise
         self._counts.updates += 1
@@ -393,8 +395,7 @@ class ExternalEngine:
                 self._counts.interrupted += completion.interrupt()
 
     async def _drain(self) -> None:
-        """Wait until the requests that the pause has ended have delivered their last tokens. Raises EngineLost if they
-        do not end within five seconds."""
+        """Wait until the requests that the pause has ended have delivered their last tokens; EngineLost after 5 s."""
         end = time.monotonic() + _DRAIN_SECONDS
         while any(open.asked and open.told for open in itertools.chain.from_iterable(self._open.values())):
             if time.monotonic() > end:
@@ -417,18 +418,16 @@ class ExternalEngine:
             await self._make.close()
 
     async def score(self, texts: Sequence[Sequence[int]]) -> list[tuple[float, ...]]:
-        """Score texts (token ids) on the server: log-probabilities of all tokens but the first of each. A text of one
-        token has none. Raises RefusedRequest for an invalid text, EngineLost if the engine has failed, and the errors
-        of `Make.score`."""
+        """Score texts (token ids) on the server: log-probabilities of all tokens but the first of each. Raises
+        RefusedRequest for an invalid text, EngineLost if the engine has failed, and the errors of `Make.score`."""
         self._check_working()
         for number, text in enumerate(texts):
             check_text(text, f"texts[{number}]", self._limits.vocab_size, self._limits.context_length - 1)
         return [await self._make.score(text) if len(text) > 1 else () for text in texts]
 
     async def health(self) -> EngineHealth:
-        """Version of the weights, numbers of completions, and counters. Requests that wait in the server count as
-        running. `needed` is the share of the recipe's slots in use, or that of the server's KV cache if it reports a
-        larger one. Raises EngineLost if the engine has failed."""
+        """Version of the weights, numbers of completions (those that wait in the server run), and counters. `needed`:
+        share of the recipe's slots in use, or of the server's KV cache if larger. EngineLost if the engine failed."""
         self._check_working()
         opened = [opened for opened in self._open.values() if not all(completion.done for completion in opened)]
         unfinished = sum(len(completion.token_ids) for completion in itertools.chain.from_iterable(opened))
