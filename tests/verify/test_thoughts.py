@@ -81,6 +81,14 @@ def test_a_channel_may_say_to_whom_it_goes_or_be_cut_off_in_its_name() -> None:
     assert said(f"{begun}<|channel|>final json<|message|>43") == "43"
 
 
+def test_a_quoted_mark_ends_no_thought_and_a_mark_may_have_attributes() -> None:
+    for quoted in ("'</think>'", '"</think>"', "(`</think>`)"):
+        assert said(f"<think>I close it with {quoted}, then 42") == said(f"Then {quoted} 42", "So <think>\n") == ""
+    assert said('<think>It is "42"</think>"42"') == '"42"'
+    assert said("<think type='x'>42") == said("42", "So <THINK effort=high>\n") == ""
+    assert said("<think type='x'>41</think>42") == "42"
+
+
 @given(st.lists(st.sampled_from(["<think>", "</think>", "x", "`<think>`", "\n"]), max_size=8))
 def test_nothing_is_said_before_the_last_tag(parts: list[str]) -> None:
     text = "".join(parts)

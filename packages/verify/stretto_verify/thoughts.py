@@ -39,6 +39,7 @@ def _pattern(marks: Iterable[str], message: str) -> str:
 
 _ENDS = _pattern((end for _, end in MARKS), rf"[^<]{{0,60}}{_MESSAGE}")
 _BEGINNINGS = _pattern((begin for begin, _ in MARKS), f"(?:{_MESSAGE})?")
+_BEGINNINGS += rf"|<(?:{'|'.join(_NAMES)})\s[^<>\n]{{1,80}}>"  # with attributes
 # All marks begin with a sign, so that the search skips everything else quickly.
 _MARK = re.compile(f"{_ENDS}|{_BEGINNINGS}", re.IGNORECASE)
 _END = re.compile(_ENDS, re.IGNORECASE)
@@ -58,7 +59,7 @@ def said(completion: str, prompt: str = "") -> str:
     """
     last = None
     for found in _MARK.finditer(completion):
-        if _END.fullmatch(found[0]) or not _is_quoted(completion, found.start(), found.end()):
+        if not _is_quoted(completion, found.start(), found.end(), is_end=_END.fullmatch(found[0]) is not None):
             last = found
     if last is None:
         return "" if opened(prompt) else completion
@@ -95,6 +96,9 @@ def with_opening(completion: str, mark: str) -> str:
     return mark + completion if mark and not said(completion, mark) else completion
 
 
-def _is_quoted(text: str, start: int, end: int) -> bool:
-    """Whether the mark ``text[start:end]`` stands between quotation marks, and so opens no thought."""
-    return start > 0 and end < len(text) and text[start - 1] in _QUOTES and text[end] in _QUOTES
+def _is_quoted(text: str, start: int, end: int, *, is_end: bool) -> bool:
+    """Whether the mark ``text[start:end]`` stands between quotation marks, and so opens no thought. `is_end`: nor ends
+    one, if the first of them stands behind a space or bracket: that of ``"42"</think>"42"`` closes a quotation."""
+    if not (start > 0 and end < len(text) and text[start - 1] in _QUOTES and text[end] in _QUOTES):
+        return False
+    return not is_end or (text[end] == text[start - 1] and (start < 2 or text[start - 2] in " \n\t([{"))
