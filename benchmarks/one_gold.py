@@ -37,6 +37,7 @@ from stretto_verify.math.reward import math
 from stretto_verify.verdicts import Undecided
 
 FAULTS: Final = ("two", "one that it does not name")
+_QUESTION: Final = "What is it?"  # fixes no unit, base or magnitude
 RUNS: Final = (("first", 0), ("wide", 20_261_124))  # parts and seed
 
 
@@ -169,7 +170,7 @@ def right_for(case: Case) -> list[str]:
     found = []
     for gold in case.golds:
         try:
-            if math("", case.completion, gold):
+            if math(_QUESTION, case.completion, gold):
                 found.append(gold)
         except Undecided:
             continue

@@ -84,6 +84,7 @@ def test_the_equation_of_the_question_is_not_its_solution_but_may_be_the_answer_
 #: A gold answer, an answer that says more, and a question that has what it says.
 FIXED = [
     ("3", r"\boxed{3} million", "How many million people live there?"),
+    ("42", r"\boxed{42\%}", "What percent of the class is ill?"),
     ("5", "It is 5 cm longer.", "How much longer is it?"),
     ("5", "The 5th.", "Which term is 42?"),
     ("101", r"\boxed{101_2}", "What is 5 in base 2?"),
@@ -91,7 +92,7 @@ FIXED = [
 
 
 @pytest.mark.parametrize(("expected", "answer", "question"), FIXED)
-def test_a_magnitude_comparative_ordinal_or_base_is_passed_over_only_if_the_question_has_it(
+def test_a_magnitude_percent_comparative_ordinal_or_base_is_passed_over_only_if_the_question_has_it(
     expected: str, answer: str, question: str
 ) -> None:
     assert verdict(expected, answer, question) == "right"

@@ -17,7 +17,7 @@ from functools import lru_cache
 
 from stretto_verify.math.compare.comparison import is_product, same
 from stretto_verify.math.compare.equality import same_value
-from stretto_verify.math.compare.naming import is_naming, name
+from stretto_verify.math.compare.naming import is_naming, is_number, name, says_its_last_side
 from stretto_verify.math.compare.opinion import accepts, parsed_whole
 from stretto_verify.math.compare.scalars import Opinion
 from stretto_verify.math.extract.denials import is_open
@@ -70,6 +70,7 @@ _LOGIC = re.compile(  # letters joined by connectives
     r"(?=.*[∧∨⇒⇔])(?:[\sa-zA-Z()\[\]{}$¬~'∧∨⇒⇔]|_\{?[0-9]+|\\(?:neg|lnot|sim|overline|bar|forall|exists|left|right)(?![a-z]))+"
 )
 _OPERATORS = ("=", "×", "÷", "≈", r"\times", r"\cdot", r"\div", r"\approx")
+_ASKED_PERCENT = re.compile(r"%|per ?cent|percentage", re.IGNORECASE)
 _BASES = {"binary": "2", "ternary": "3", "octal": "8", "hexadecimal": "16"}
 _BASE = re.compile(r"\b(?:base[\s$-]{0,3}([0-9]{1,2}|[a-z]{3,7})|(binary|ternary|octal|hexadecimal))\b", re.IGNORECASE)
 _COMMA = re.compile(  # three digits are a thousand
@@ -178,7 +179,7 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
         return bool(told.text) and judged(gold, told, prompt)
     if expected is not None and found is not None:
         opinion = same(expected, found)
-        if not opinion and prompt and (asked := _as_asked(prompt, found)) is not found:
+        if not opinion and "%" not in spelled(gold.text) and (asked := _as_asked(prompt, found)) is not found:
             opinion = same(expected, asked)
         if opinion is False and isinstance(expected, Words) and isinstance(found, Words):
             opinion = _same_statement(expected.text, found.text)
@@ -197,15 +198,19 @@ def judged(gold: FinalAnswer, given: FinalAnswer, prompt: str = "") -> bool:
 
 
 def _as_asked(prompt: str, found: Node) -> Node:
-    """The parsed answer without the base of its number, or the magnitude behind its number (million), if the question,
-    `prompt`, names that base or magnitude; else unchanged."""
+    """The parsed answer without the base of its number, or the magnitude behind its number (million, percent), if the
+    question, `prompt`, names that base or magnitude, or is unknown for percent; else unchanged."""
     if isinstance(found, Relation):
         last = _as_asked(prompt, found.sides[-1])
+        if last is not found.sides[-1] and all(map(is_number, found.sides)):
+            return last if says_its_last_side(found, same) else found  # 1/2 = 50%
         return found if last is found.sides[-1] else replace(found, sides=(*found.sides[:-1], last))
     if not isinstance(found, Scalar) or (found.scale == 1 and not found.unit.startswith("base ")):
         return found
     if found.scale != 1:
         is_named = any(size == found.scale and word in prompt for word, size in MAGNITUDES.items())
+        if found.scale == Fraction(1, 100) and not found.unit and (not prompt or _ASKED_PERCENT.search(prompt)):
+            return replace(found, scale=Fraction(1), unit="percent")
         return replace(found, scale=Fraction(1)) if is_named else found
     named = {_BASES.get(one.lower(), str(counted(one) or one)) for pair in _BASE.findall(prompt) for one in pair if one}
     return replace(found, unit="") if found.unit.removeprefix("base ") in named else found

@@ -56,7 +56,7 @@ def same_scalar(gold: Scalar, answer: Scalar) -> Opinion:
     ):
         return False  # 25% is not 25 cm
     factors = [answer.scale / gold.scale]
-    if scales[0] != scales[1] and 1 in scales and LEFT_OUT.issuperset(scales) and answer.scale in (1, _PERCENT):
+    if scales[0] != scales[1] and 1 in scales and LEFT_OUT.issuperset(scales) and answer.scale == 1:
         factors.append(Fraction(1))
     return any_of(_same_latex(gold.latex, answer.latex, _factor(factor)) for factor in factors)
 

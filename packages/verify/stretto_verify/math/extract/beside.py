@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from stretto_verify.math.parse.units import COMPARATIVE, NUMBER_WORD
+from stretto_verify.math.parse.units import COMPARATIVE, LETTER, NUMBER_WORD, RELATED
 
-_LETTER = r"[b-hj-z](?![a-zA-Z'’])"  # no article
 _OPERAND = (
     rf"(?:(?:the|its|another)\s(?:(?:other|first|last|remaining|second|next)\s)?)?"
-    rf"(?:\$?[-−]?\\?\$?[0-9.]|\$?\\(?:[dt]?frac|sqrt|pi|boxed)(?![a-z])|\$?{_LETTER}|{NUMBER_WORD})"
+    rf"(?:\$?[-−]?\\?\$?[0-9.]|\$?\\(?:[dt]?frac|sqrt|pi|boxed)(?![a-z])|\$?{LETTER}|{NUMBER_WORD})"
 )
 _OPERATOR = (
     r"plus or minus|plus|minus|times|divided by|multiplied by|over|choose|mod(?:ulo)?|raised to|to the power(?: of)?"
@@ -23,7 +22,7 @@ _OPERATOR = (
 )
 _PARTS = r"(?:half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)"
 _RELATED = r"(?:[<>≤≥≠]|\\(?:leq?|geq?|neq?|lt|gt)(?![a-z]))"
-FALSE: Final = r"(?:wrong|incorrect|false|invalid|impossible|extraneous|spurious)\b"
+FALSE: Final = r"(?:wrong|incorrect|mistaken|false|invalid|impossible|extraneous|spurious)\b"
 #: What is said of an answer that is none, behind "is" or "must be".
 REFUSED: Final = (
     rf"(?:(?:an? |the )?(?:{FALSE}|mistake)|rejected|discarded|excluded|eliminated|ruled out|unknown"
@@ -36,7 +35,7 @@ _CASES = (  # for x > 0, and -5 otherwise
     r"|(?:if|for|when|where|unless|with)\b[^.\n]{1,60}?(?:\b(?:otherwise|else)\b|[0-9}$] (?:if|for|when|where)\b))"
 )
 _EVEN_BEHIND_A_NOUN = (  # 5 cm plus 3, 5 apples is wrong
-    rf"(?:plus or minus|plus|minus|less) {_OPERAND}|(?:{COMPARATIVE}) than \$?[0-9]"
+    rf"(?:plus or minus|plus|minus|less) {_OPERAND}|{RELATED}"
     rf"|(?:which )?(?:is|was) (?:{_WRONG}|too (?:small|large|big|low|high|much|many|few)\b)"
     rf"|and (?:counting|(?:an?|one|two|three|four|five) {_PARTS})\b"
     rf"|(?:and )?then (?:another\b|{_OPERAND}\S* (?:more|extra|additional|others?)\b)|{_CASES}"
@@ -49,9 +48,9 @@ _BEHIND = re.compile(
     r"|(?:plus|minus|times|up to) (?:an?|some) (?:[a-z]+ )?(?:constant|factor|multiple|sign)\b"
     r"|(?:and|together with|along with) (?:its|their|every|all|any|possibly|perhaps|maybe|some|others?"
     r"|the (?:negative|opposite|other)|so (?:on|forth))\b|etc\b|excluding [0-9$\\]|if [a-z]+ (?:were|had)\b"
-    rf"|times as (?:many|much|[a-z]+) as {_OPERAND}"
-    r"|is (?:(?:an? )?(?:upper|lower) bound"
-    r"|(?:only|just|merely) (?:an?|one|the first) (?:part|half|third|step|bound|guess)\b)|against[.\s]*$"
+    rf"|times as (?:many|much|[a-z]+) as {_OPERAND}|point (?:zero\b|{NUMBER_WORD}|[0-9])"
+    r"|(?:is|was) (?:(?:only|just|merely) )?(?:(?:an?|one|the first) )?(?:[a-z]+ )?(?:part|half|third|step|bound|guess"
+    r"|estimate|approximation|candidate)\b|against[.\s]*$"
     r"|of (?:the |an? )?(?:(?:remaining|other|first|last|second|original) )?(?:half|third|quarter|rest|remainder)\b)"
     r"|(?:-|\^\s*\{?\s*(?:\\text\s*\{\s*)?)(?:st|nd|rd|th)\}*\$? (?:power|root|prime|multiple|square|cube)s?\b"
     rf"|[ \t]*{_RELATED}\s*\$?[a-z](?![a-zA-Z])"
@@ -65,16 +64,11 @@ _BEHIND_NOUN = re.compile(
     r"|(?:or|and) (?:more|less|fewer|above|below)\b(?![ ][a-z]))",
     re.IGNORECASE,
 )
-_IS_COMPARED = re.compile(  # the number of boys is 7 more than that of girls
-    r"\b(?:(?:answer|number|total|result|sum|value|amount|count)\b[^.,;:\n]{0,40}|it|which)"
-    r" (?:is|are|was|were|equals) [$*]{0,3}$"
-)
-_THAN = re.compile(rf"[$)}}*]{{0,3}} (?:(?:[a-z]+ )?(?:{COMPARATIVE}) than|times (?:the|that|its))\b", re.IGNORECASE)
 _LONE = re.compile(  # 5 cm longer: the answer to "how much longer?" only
     rf"\$?(?:[ ](?!(?:is|are|was|were)\b)[a-zA-Z]+)?[ ](?:{COMPARATIVE.removeprefix('more|')}|too [a-z]+)[\s.!,;)]*$",
     re.IGNORECASE,
 )
-_BEHIND_FORMULA = re.compile(rf"[}}]?\$(?:\^|[ \t]*[-−+*/±×÷][ \t]*(?:\$?[0-9]|\$\\?[a-z]|{_LETTER}))")
+_BEHIND_FORMULA = re.compile(rf"[}}]?\$(?:\^|[ \t]*[-−+*/±×÷][ \t]*(?:\$?[0-9]|\$\\?[a-z]|{LETTER}))")
 #: Nouns of quantities and of what is counted: "the total of 42" is 42. "The supplement of 42" is another value.
 _QUANTITIES_TEXT = """
 total sum value answer amount maximum minimum max min result age price cost rate speed velocity distance length width
@@ -91,7 +85,8 @@ _BEFORE = re.compile(
     r"|reflection|negation|permutations?|subsets?|fraction|inverse) of|(?:perpendicular|parallel|orthogonal) to)"
     r"|(?:day|week|month|year|number|integer|prime|one|term|value|remaining)s? (?:after|before|following|preceding"
     r"|(?:ending|starting|beginning) (?:in|with))|[0-9]\$?(?: [a-z]+)? of (?:the|her|his|its|their|these|those|all)"
-    r"|[0-9]\$? (?:times|plus|minus|divided by|over|out of|choose|to|through))\s*[$(*{\\]{0,3}\s*$"
+    rf"|(?:[0-9]\$?|{NUMBER_WORD}) (?:times|plus|minus|point|divided by|over|out of|choose|to|through)"
+    r"|\b(?:step|problem|exercise|theorem|lemma|rule|equation|section))\s*[$(*{\\]{0,3}\s*$"
     r"|\b(?:of (?:those|these)\s*|(?:minus|negative) \$?)$|(?<![\w\\])[a-z]\(\$?$"
     r"|(?:[0-9a-z)$]\s?[+/×÷±·]|[0-9)$] ?[-−*]|√)\s*\$?$"
 )
@@ -107,12 +102,6 @@ def is_changed_behind(after: str) -> bool:
     [False, False]
     """
     return any(form.match(after) for form in (_LONE, _BEHIND_NOUN, _BEHIND, _BEHIND_FORMULA))
-
-
-def is_compared(before: str, after: str) -> bool:
-    """Whether a number is only the difference of two others: "the answer is 42 more than that". False if one of them is
-    no number ("Tom is 5 years older than Ann"): then the difference is the answer. `before`: in lower case."""
-    return _THAN.match(after) is not None and _IS_COMPARED.search(before) is not None
 
 
 def is_bounded(before: str) -> bool:

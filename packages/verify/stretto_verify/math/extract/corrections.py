@@ -53,6 +53,14 @@ _TAKEN_BACK = re.compile(
     r"|(?:could(?:n't| not)|can(?:'t|not)|unable to) (?:solve|finish|complete|answer) (?:it|this|the))\b",
     re.IGNORECASE,
 )
+_ENDS_IN_NO = re.compile(  # Hmm, no. They are mistaken. I made a mistake.
+    r"(?:[.!}$*(]|(?<![?\s])\n)(?:\s|hmm+|wait|actually|oh|oops|well|sorry|but|[,.…])*"
+    r"(?:no(?:pe)?|not (?:quite|really|so|right)|(?:(?:that|this)(?:'s| is) )?(?:wrong|incorrect|false)"
+    r"|just kidding|(?:that|this|it)(?: i|'| wa)s a (?:lie|joke|trap|mistake)|(?:I|we|(?P<others>they|he|she))"
+    r"(?:'m|'re| am| are| is| was| were)? (?:all )?(?:mistaken|wrong|incorrect|lying|joking)"
+    r"|(?:I|we|they) (?:(?:must )?have )?ma[dk]e (?:an?|some) (?:[a-z]+ )?(?:mistake|error)s?(?: [a-z]+)?)[.!\s)]*$",
+    re.IGNORECASE,
+)
 _NOT = re.compile(
     r"(?<!or )(?<!if )(?<!why )(?<!were )\bnot (\$?[-−0-9][^\s$,;!?]*?\$?)(?=[.,;!?)]*(?:\s|$))(?! (?:[a-z]|of))",
     re.IGNORECASE,
@@ -82,7 +90,7 @@ def withdrawn(answer: str, after: str) -> bool:
     >>> withdrawn("42", ". But this misses a case."), withdrawn("3", "; 3 is extraneous"), withdrawn("2", "; 3 fails")
     (True, True, False)
     """
-    after, value = after[:_LONGEST], answer.rpartition("=")[2].strip(" $").rstrip("})").lstrip("(")
+    end, after, value = after[-100:], after[:_LONGEST], answer.rpartition("=")[2].strip(" $").rstrip("})").lstrip("(")
     for found in _REJECTED.finditer(after):
         before = after[: found.start()].rstrip(" $*})")
         again = None if any(map(str.isdigit, before)) else _AGAIN.search(before)
@@ -91,5 +99,8 @@ def withdrawn(answer: str, after: str) -> bool:
         if value and before.endswith(value) and _PART_OF_ANOTHER.search(before.removesuffix(value)) is None:
             return True
     if value and any(found[1].strip(" $") == value for found in _NOT.finditer(after)):
+        return True
+    regretted = _ENDS_IN_NO.search(f"\n{end}")
+    if regretted is not None and not (regretted["others"] and any(map(str.isdigit, after))):
         return True
     return _TAKEN_BACK.search(after) is not None

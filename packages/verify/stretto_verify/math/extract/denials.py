@@ -15,9 +15,9 @@ from stretto_verify.math.extract.beside import (
     is_bounded,
     is_changed_before,
     is_changed_behind,
-    is_compared,
 )
-from stretto_verify.math.parse.units import NUMBER_WORD
+from stretto_verify.math.parse.measures import unit_named
+from stretto_verify.math.parse.units import MAGNITUDES, NUMBER_WORD
 
 _TURN = (  # words that end the scope of a denial
     r"\b(?:but|so|hence|thus|therefore|then|giving|which gives|sino|pero|y|mais|donc|et|sondern|aber|also|und"
@@ -31,14 +31,15 @@ _FOREIGN = (
 )
 _ATTRIBUTED = (  # one may think that the answer is 42; "we may conclude" is no guess
     r"(?:may|might|could) (?:think|guess|expect|believe)\b|(?<!\bwe )(?:may|might|could) (?:say|conclude|answer)\b"
-    r"|(?:many|most|some) (?:people|students)? ?(?:think|guess|say|expect|believe|conclude|answer)\b"
+    r"|(?:every(?:one|body)|some(?:one|body)|(?:many |most |some |other )?(?:people|students)|many|most|some|others)"
+    r" (?:think|guess|say|expect|believe|conclude|answer|claim)e?s?\b"
     r"|(?:common|popular|naive|tempting|initial) (?:guess|answer|mistake|error)\b"
     r"|(?:suppose|assum(?:e|ing)|if (?:[a-z]+ ){1,3}were)\b"
 )
 _DENIED_BEFORE = re.compile(
     r"(?:\b(?:(?:not|non|pas|nicht)\b(?!-)|never\b|neither\b|nor\b|cannot (?:be|equal|get|reach|obtain)\b|rather than\b"
     r"|instead of\b|by no means\b|no way\b|(?<!no )doubt\b|impossible\b|unlikely\b|hardly\b|(?:any|every)thing but\b"
-    r"|except\b|other than\b|far from\b|(?:false|wrong|incorrect) (?:that|to)\b|nobody\b|no one\b"
+    r"|nothing like\b|except\b|other than\b|far from\b|(?:false|wrong|incorrect) (?:that|to)\b|nobody\b|no one\b"
     rf"|(?:{_FOREIGN})\b(?!-)|{_ATTRIBUTED})|n't\b|\\neq?|≠|!=)(?:(?!{_TURN})[^.,;:\n!?0-9$]){{0,24}}\$?$"
 )
 _DENIED_BEFORE_ELSEWHERE = re.compile(  # in other scripts
@@ -56,6 +57,8 @@ _DATED = re.compile(r"\b(?:before|after|until)\s*$")
 _LABELLED = re.compile(  # "This is not the final answer: 42"
     r"(?:\b(?:not|never|wrong|false|incorrect)"
     r"|n't)\b[^.,;:\n!?0-9$]{0,30}\banswer\b[^.,;:\n!?0-9$]{0,10}[:：]\s*[$(*]{0,3}$"
+    rf"|\b{FALSE}(?: (?:[a-z]+ )?(?:answer|guess|result|value|solution|conclusion|choice|option|total)\b"
+    r"[^.,;:\n!?0-9$]{0,20})?(?:\b(?:is|was|be|gives)|[:：=])\s*[$(*]{0,3}$"
 )
 _BESIDE = re.compile(  # the answer is another number, described by this one
     r"\b(?:(?:more|less|fewer|greater|larger|bigger|higher|smaller|lower|older|younger|longer"
@@ -71,7 +74,8 @@ _BESIDE = re.compile(  # the answer is another number, described by this one
 _OPEN = r"(?:or|and) (?:more|less|greater|fewer|larger|smaller|bigger|higher|lower|above|below|beyond|up|over)"
 _OPEN_BEHIND = re.compile(rf"{_OPEN}\W*$", re.IGNORECASE)
 _DENIED_AFTER = re.compile(
-    r"^[\s$.)}*]{0,3}\s*(?:\((?:wrong|incorrect|false|rejected|extraneous)\b|isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
+    rf"^[\s$.)}}*]{{0,3}}\s*(?:(?:(?:[^\w\s\\]|\\[a-z]+)\s*)+(?:(?:this|that|it)(?:'s| is) )?{FALSE}(?=[\W]*(?:$|\n))"
+    r"|\((?:wrong|incorrect|false|rejected|extraneous)\b|isn't|wasn't|\?\s*(?:no|nope|never|wrong)\b"
     r"|(?:is|was|are|would be|can)\s*(?:not|n't|too|no answer|close"
     rf"|(?:my|our|the|an?) (?:first )?(?:guess|candidate)|{FALSE})\b"
     r"|(?:does|do|did|would|could|must|can|may)(?:n't|\s+not|\s+fail)\b|fails?\b"
@@ -85,7 +89,7 @@ _DENIED_AFTER = re.compile(
 _PARTS = "half|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth"
 _ANOTHER_BEHIND = re.compile(  # 42 halves, the 42nd, the 42nd prime, 42 degrees below zero
     r"\s?(?:st|nd|rd|th)\}*\$?\s+(?:[a-z]+\s+)?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)\b"
-    rf"|\$?\s(?:halves|(?:{_PARTS})s\b|(?:[a-z]+\s){{0,2}}below\s(?:zero|freezing|sea level|ground))"
+    rf"|\$?\s(?:halves|(?:{_PARTS})s\b|(?:[a-z]+\s){{0,2}}below\s(?:sea level|ground))"
     r"|\$?\stoo\s[a-z]|\$?\s(?:off|less|fewer|lower|short|score|below|above|under|over)[\s.!]*$",
     re.IGNORECASE,
 )
@@ -110,6 +114,9 @@ _DENYING_ELSEWHERE = re.compile(
 _DENYING = re.compile(
     rf"\b(?:(?:not|never|doubt|impossible|unlikely|wrong|incorrect|false)\b|{_ATTRIBUTED})|n't\b", re.IGNORECASE
 )
+_ATTRIBUTE = re.compile(  # the 42 rule; "the 42 rules" are counted
+    r"[ ](?!(?:people|m[ea]n|women|children|feet|fish|sheep|dice|data|per ?cent)\b)([a-z]+(?<!s)(?<!est))[\s.!}]*$"
+)
 _NOR = re.compile(r"\s*\$?,?\s*(?:or|nor)\s+\$?")
 _AND, _OF_BEFORE = re.compile(r"\s*\$?,?\s*(?:and\s+)?\$?"), re.compile(r"\bof\s*\$?$")
 _SEEN = 60, 80  # characters before and after that are searched
@@ -123,7 +130,7 @@ def denied(text: str, start: int, end: int) -> bool:
         return True
     after = text[end : end + _SEEN[1]]
     is_operand = is_changed_behind(text[end - 1 : end + _SEEN[1]] if content.endswith("$") else after)
-    is_operand = is_operand or is_compared(before, after)
+    is_operand = is_operand or _is_attribute(content, before, after)
     is_boxed = content.startswith("\\")
     return _denied_before(before, is_boxed=is_boxed) or is_operand or _denied_behind(content, after)
 
@@ -159,6 +166,13 @@ def _denied_behind(content: str, after: str) -> bool:
     if any(form.match(after) for form in (_DENIED_AFTER, _ANOTHER_BEHIND, _DENIED_AFTER_ELSEWHERE)):
         return True
     return content[-1:].isalpha() and _CONTINUED.match(after) is not None
+
+
+def _is_attribute(number: str, before: str, after: str) -> bool:
+    """Whether a number only tells which thing is meant: "the 42 rule"."""
+    is_alone = number.isdigit() and number != "1" and f" {before}".endswith((" the ", " a "))
+    found = _ATTRIBUTE.match(after) if is_alone else None
+    return found is not None and not unit_named(found[1]) and found[1] not in MAGNITUDES
 
 
 def is_open(answer: str) -> bool:

@@ -22,7 +22,7 @@ from stretto_verify.math.extract.boxes import boxed, is_sentence, last_box, only
 from stretto_verify.math.extract.conditions import unbounded, unconditioned, unrounded
 from stretto_verify.math.extract.corrections import corrected, withdrawn
 from stretto_verify.math.extract.denials import denied, is_denying, undenied
-from stretto_verify.math.extract.glued import further, with_unit
+from stretto_verify.math.extract.glued import further, is_trailed, with_unit
 from stretto_verify.math.extract.statements import STATES, concluded, is_reply, reasoned, stance, stated
 from stretto_verify.math.extract.terms import in_digits, terms, unquoted
 from stretto_verify.math.limits import LONGEST_TAIL
@@ -30,7 +30,7 @@ from stretto_verify.math.parse.forms import undeclared
 from stretto_verify.math.parse.numerals import counted
 from stretto_verify.math.parse.spelling import plain
 from stretto_verify.math.parse.structure import candidates, says_nothing
-from stretto_verify.math.parse.units import MAGNITUDES, SPOKEN, without_unit
+from stretto_verify.math.parse.units import MAGNITUDES, SPOKEN, is_changed, without_unit
 from stretto_verify.thoughts import closed, said
 
 Span = tuple[int, int, str]  # start, end, content
@@ -146,7 +146,7 @@ _ARTICLE = re.compile(r"\b(?:the|an?|this|that|its?|my|our|his|her|their|so|henc
 _OTHER_SCRIPT = re.compile(r"[\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u024f\u0400-\u1fff\u3040-\u9fff\uac00-\ud7af]")
 _DOLLAR = re.compile(r"\\(?:textdollar(?![a-zA-Z])\s*(?:\{\})?|\$)(?:\s+(?=[0-9]))?")
 _IN_WORDS = re.compile(r"\\text(?:bf|it|rm|sf|tt|normal)?\s*\{([^{}]*)\}")
-_WORD_OR_NUMBER = r"(?:(?:a|[A-Za-z]{2,})[.,]?|-?\\?\$?[0-9][0-9.,/]*(?:\\?%)?)"
+_WORD_OR_NUMBER = r"(?:(?:a|[A-Za-z]{2,})[.,:]?|-?\\?\$?[0-9][0-9.,/]*(?:\\?%)?)"
 _WORDS_AND_NUMBERS = re.compile(rf"{_WORD_OR_NUMBER}(?: {_WORD_OR_NUMBER})*")
 _LONGEST_WHOLE, _MOST_ITEMS, _MOST_SPANS = 300, 12, 40  # characters; items of a list; numbers that are looked at
 _ITEMS, _NAMES_STANCE = re.compile(r"[,;]|\bor\b|\band\b"), re.compile(r"(?<![\w\\])(?:yes|no|true|false)\b")
@@ -206,8 +206,7 @@ def final_answer(text: str, *, is_all: bool = False) -> FinalAnswer | None:
     final = _marked(text, _FINAL, is_all=is_all)
     if box is not None and (final is None or last_box(text) > final[0]):
         return _untagged(box) if is_sentence(box) else FinalAnswer(box, certain=True)
-    marked = final or _marked(text, _ANSWER, is_all=is_all)
-    if marked is not None:
+    if (marked := final or _marked(text, _ANSWER, is_all=is_all)) is not None:
         return marked[1]
     if is_list(text) and (is_all or _NAMES_STANCE.search(text)) and not is_reply(text.strip()):
         return FinalAnswer(text.strip(), certain=True)
@@ -392,6 +391,8 @@ def _last(text: str, *, is_all: bool) -> FinalAnswer | None:
     if not kept:
         return FinalAnswer("", certain=True) if spans else _letter(text)
     joined = _with_neighbours(text, kept)
+    if is_trailed(behind := text[joined[0][1] :]) or (is_all and is_changed(behind)):
+        return FinalAnswer("" if is_all else text, certain=False)
     if is_all and not says_nothing(_without(text, [*joined, *[span for span in spans if span not in kept]])):
         titled = _TITLED.match(text)
         if titled is not None and _is_title(titled["title"], _LETTERED.match(_bare(titled["value"])) is not None):
@@ -411,8 +412,7 @@ def _approximated(text: str, spans: Sequence[Span]) -> list[Span]:
     joined: list[Span] = []
     for start, end, content in spans:
         if joined and _NEAR.fullmatch(text[joined[-1][1] : start]) is not None:
-            first = joined.pop()
-            start, content = first[0], rf"{first[2]} \approx {content}"
+            start, content = (first := joined.pop())[0], rf"{first[2]} \approx {content}"
         joined.append((start, end, content))
     return joined
 
@@ -452,7 +452,7 @@ def _letter(text: str) -> FinalAnswer | None:
 
 
 def _found(form: re.Pattern[str], text: str, taken: Sequence[Span]) -> list[Span]:
-    """Matches of `form` in a text as spans, without those that begin inside a `taken` span."""
+    """Matches of `form` as spans, without those that begin inside a `taken` span."""
     return _apart(((found.start(), found.end(), found[0]) for found in form.finditer(text)), taken)
 
 

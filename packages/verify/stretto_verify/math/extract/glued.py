@@ -12,6 +12,7 @@ import re
 from stretto_verify.math.extract.denials import denied
 from stretto_verify.math.extract.terms import terms
 from stretto_verify.math.parse.measures import KNOWN, product, unit_named
+from stretto_verify.math.parse.structure import says_nothing
 from stretto_verify.math.parse.units import MAGNITUDES, SYMBOL
 
 _OPERATOR = r"\\(?:cdot|times|div|pm|mp)(?![a-zA-Z])"
@@ -43,6 +44,7 @@ _SIDE_BEHIND = re.compile(
     r"=|<|>|\\(?:le|ge|leq|geq|neq|ne|approx|equiv|implies|Rightarrow|quad|qquad|text|mathrm|tag|pmod|blacksquare)(?![a-zA-Z])|&"
     r"|\\\\|;|,(?![0-9])|\.(?![0-9])|≈|⇒|→"
 )
+_END_OF_SENTENCE, _LONGEST_TRAIL = re.compile(r"\A[^.!?\n]*"), 60
 _ATOM = re.compile(r"[0-9.,]+|[a-zA-Z]|\\[a-zA-Z]+(?:\{[^{}]*\})*")
 _OR = re.compile(
     r"(?:\s*\^\s*\{?\\circ\}?|\s*\\?%)?\$?,?\s*(?:\\text\{\s*or\s*\}|(?<=[\s$},])or\s+(?:(?:maybe|perhaps|possibly|even)\s+)?)\s*"
@@ -204,6 +206,12 @@ def _closing(right: str, level: int) -> int | None:
 
 def _atom(content: str) -> str:
     return content if _ATOM.fullmatch(content) else f"({content})"
+
+
+def is_trailed(after: str) -> bool:
+    """Whether behind the sentence of an answer there are only candidates, without a word: "5 kPa. — E, D"."""
+    rest = _NO_WORD.sub(" ", _END_OF_SENTENCE.sub("", after, count=1)) if len(after) < _LONGEST_TRAIL else ""
+    return bool(rest) and not says_nothing(rest) and _PLAIN_WORD.search(rest) is None
 
 
 def with_unit(content: str, after: str) -> str:

@@ -34,7 +34,7 @@ from stretto_verify.math.parse.structure import (
     Words,
     accounts_for,
 )
-from stretto_verify.math.parse.units import MAGNITUDES, NUMBER_WORD, without_unit
+from stretto_verify.math.parse.units import MAGNITUDES, NUMBER_WORD, OTHER, without_unit
 
 _SIGNS: Final = re.compile(r"\\Rightarrow|\\approx|\\equiv|\\neq|\\le(?![a-z])|\\ge(?![a-z])|\\in(?![a-z])|[=<>]")
 _MATRIX = re.compile(r"\\begin\{([pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*)\\end\{\1\}", re.DOTALL)
@@ -75,7 +75,8 @@ _CALL = re.compile(r"\s*[A-Z]\([0-9]+,\s*[0-9]+\)\s*")  # C(5,2) = 10
 _TUPLE = re.compile(r"\s*\([^()]*,[^()]*\)\s*")  # an end of no interval
 _EITHER_SIGN = re.compile(r"\\pm(?![a-z])")
 _INTRODUCED = re.compile(
-    r"^(?!\\text\{\s*\(?[A-J][).:])\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
+    rf"^(?!\\text\{{\s*(?:\(?[A-J][).:]|[^{{}}]*\b(?:{OTHER})\b))"
+    r"\\text\{[^{}]*(?:[:=]|\bis|\bare)\s*\}\s*(?=\S)"
     r"|^\\text\{\s*(?:[Tt]he )?(?:points?|pairs?|set|interval|vert(?:ex|ices)|cent(?:er|re)|coordinates|vector)\s*\}"
     r"\s*(?=[(\[\\])|^\\text\{\s*(?:exactly|diverges to)\s*\}\s*(?=[-0-9\\])"
     r"|^(?:\\text\{\s*)?(?:for )?all(?: (?:the|real|positive|natural|whole|integers?|numbers?|values|of))*\s*\}?\s*"

@@ -90,11 +90,31 @@ _PRIMED = re.compile(r"^(?P<body>.*[0-9])\s*(?P<marks>'{1,2})$")  # minutes, or 
 _BASE = re.compile(
     r"^(?P<open>\()?(?P<body>-?[0-9A-Z]*[0-9][0-9A-Z]*)(?(open)\)|)_\{?(?:\\text\{)?(?P<base>[0-9]{1,2}|[a-z]{3,7})\}*$"
 )  # 101_2
+LETTER: Final = r"[b-hj-z](?![a-zA-Z'’])"  # no article
+_QUANTITY = (
+    rf"(?:[$\\]|[-−]?[0-9.]|{LETTER}|{NUMBER_WORD}|(?:twice|half|double|zero|that|this|those|expected|normal|average|par)\b"
+    r"|(?:the|its|our) (?:[a-z]+ ){0,2}(?:total|sum|average|mean|median|maximum|minimum|number|value|answer|result"
+    r"|limit|target|goal|original)\b)"
+)
+#: Relations of a value to another quantity.
+RELATED: Final = (  # 42 more than x, 42 degrees below normal; not "5 more than Tom", 12 feet above the ground
+    rf"(?:(?:{COMPARATIVE})(?: [a-z]+)? than|times|under|off|(?:away|apart) from|past|ahead of|compared (?:to|with)"
+    rf"|relative to|on top of|in addition to) {_QUANTITY}|(?:(?:short|shy) of|(?:below|beneath|above|beyond)"
+    r"(?! (?:the |its |his |her )?(?:ground|water|surface|floor|table|horizon|earth|base)\b))\b"
+)
+#: Closed classes of words behind a value that leave no value or another one, whatever noun it has: negations, modals,
+#: what relates it to another quantity. (Nouns are an open class: what is counted, or a unit.)
+OTHER: Final = (
+    r"not|never|cannot|(?:can|is|are|was|does)n't|(?-i:may)|might|could|would|should|wrong|incorrect|false|impossible"
+    rf"|fails?|excluded|{RELATED}|up to|point (?:zero|{NUMBER_WORD}|[0-9])|at (?:least|most|best|worst)"
+    r"|(?:is|are|was|were) (?:only |just |merely )?an?"
+)
+_CHANGED = re.compile(rf"\s*{NUMBER_WORD}|[^,.;:!?(\n]*\b(?:{OTHER})\b", re.IGNORECASE)
 _DENIED = re.compile(
-    r"^\W*(?:squared|cubed|doubled|halved|tripled|twice)\b|\b(?:not|wrong|incorrect|false|if|or|so|than|otherwise|impossible|times|plus|minus|divided|over|factorial"
-    r"|fails?|excluded|too|below|halves|(?:third|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s"
+    rf"^\W*(?:squared|cubed|doubled|halved|tripled|twice)\b|^\s*{NUMBER_WORD}|\b(?:{OTHER}|if|or|so|than|otherwise|times|plus|minus|divided|over|choose|factorial"
+    r"|too|halves|(?:third|fifth|sixth|seventh|eighth|ninth|tenth|hundredth|thousandth)s"
     r"|(?:st|nd|rd|th) (?:[a-z]+ )?(?:primes?|powers?|roots?|multiple|square|cube|composite|fibonacci|triangular)"
-    r"|of (?:the |an? )?(?:[a-z]+ )?(?:half|third|quarter|rest)|at (?:least|most)|counting"
+    r"|of (?:the |an? )?(?:[a-z]+ )?(?:half|third|quarter|rest)|counting"
     rf"|(?:{COMPARATIVE.removeprefix('more|')}|short|score)(?=\s*$)|less (?:{NUMBER_WORD})"
     r"|(?:and|or) (?:an? )?(?:half|third|quarter|one|two|three|four|five|six|seven|eight|nine|ten|twenty|thirty"
     r"|forty))\b",
@@ -154,6 +174,11 @@ def without_unit(text: str) -> tuple[str, str]:
     if (found := _PLAIN_PRODUCT.match(text) if " " in text else None) is not None and (unit := product(found["unit"])):
         return found["body"].strip(), unit
     return text, ""
+
+
+def is_changed(words: str) -> bool:
+    """Whether words behind a value, up to a comma, leave no value or another one."""
+    return _CHANGED.match(words) is not None
 
 
 def _are_unit(words: str, apart: bool) -> bool:
