@@ -205,6 +205,9 @@ def _as_asked(prompt: str, found: Node) -> Node:
         if last is not found.sides[-1] and all(map(is_number, found.sides)):
             return last if says_its_last_side(found, same) else found  # 1/2 = 50%
         return found if last is found.sides[-1] else replace(found, sides=(*found.sides[:-1], last))
+    if isinstance(found, Listing):
+        items = tuple(_as_asked(prompt, one) for one in found.items)
+        return found if items == found.items else replace(found, items=items)
     if not isinstance(found, Scalar) or (found.scale == 1 and not found.unit.startswith("base ")):
         return found
     if found.scale != 1:

@@ -85,8 +85,8 @@ _BEFORE = re.compile(
     r"|reflection|negation|permutations?|subsets?|fraction|inverse) of|(?:perpendicular|parallel|orthogonal) to)"
     r"|(?:day|week|month|year|number|integer|prime|one|term|value|remaining)s? (?:after|before|following|preceding"
     r"|(?:ending|starting|beginning) (?:in|with))|[0-9]\$?(?: [a-z]+)? of (?:the|her|his|its|their|these|those|all)"
-    rf"|(?:[0-9]\$?|{NUMBER_WORD}) (?:times|plus|minus|point|divided by|over|out of|choose|to|through)"
-    r"|\b(?:step|problem|exercise|theorem|lemma|rule|equation|section))\s*[$(*{\\]{0,3}\s*$"
+    rf"|(?:[0-9]\$?|{NUMBER_WORD}) (?:times|plus|minus|point|divided by|over|out of|choose|to|through))"
+    r"\s*[$(*{\\]{0,3}\s*$"
     r"|\b(?:of (?:those|these)\s*|(?:minus|negative) \$?)$|(?<![\w\\])[a-z]\(\$?$"
     r"|(?:[0-9a-z)$]\s?[+/×÷±·]|[0-9)$] ?[-−*]|√)\s*\$?$"
 )

@@ -117,6 +117,7 @@ _DENYING = re.compile(
 _ATTRIBUTE = re.compile(  # the 42 rule; "the 42 rules" are counted
     r"[ ](?!(?:people|m[ea]n|women|children|feet|fish|sheep|dice|data|per ?cent)\b)([a-z]+(?<!s)(?<!est))[\s.!}]*$"
 )
+_NUMBERED = re.compile(r"\b(?:step|problem|exercise|theorem|lemma|rule|equation|section) $")
 _NOR = re.compile(r"\s*\$?,?\s*(?:or|nor)\s+\$?")
 _AND, _OF_BEFORE = re.compile(r"\s*\$?,?\s*(?:and\s+)?\$?"), re.compile(r"\bof\s*\$?$")
 _SEEN = 60, 80  # characters before and after that are searched
@@ -169,7 +170,9 @@ def _denied_behind(content: str, after: str) -> bool:
 
 
 def _is_attribute(number: str, before: str, after: str) -> bool:
-    """Whether a number only tells which thing is meant: "the 42 rule"."""
+    """Whether a number only tells which thing is meant: "the 42 rule", "Rule 42 applies"."""
+    if _NUMBERED.search(before) is not None and after.strip(" .!*}$"):
+        return True
     is_alone = number.isdigit() and number != "1" and f" {before}".endswith((" the ", " a "))
     found = _ATTRIBUTE.match(after) if is_alone else None
     return found is not None and not unit_named(found[1]) and found[1] not in MAGNITUDES

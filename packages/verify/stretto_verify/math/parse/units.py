@@ -108,6 +108,7 @@ OTHER: Final = (
     r"not|never|cannot|(?:can|is|are|was|does)n't|(?-i:may)|might|could|would|should|wrong|incorrect|false|impossible"
     rf"|fails?|excluded|{RELATED}|up to|point (?:zero|{NUMBER_WORD}|[0-9])|at (?:least|most|best|worst)"
     r"|(?:is|are|was|were) (?:only |just |merely )?an?"
+    r"|(?:than|plus|minus) (?:the|an?|its|our|another|each|every|any|all|some|what|it|one|half|twice)"
 )
 _CHANGED = re.compile(rf"\s*{NUMBER_WORD}|[^,.;:!?(\n]*\b(?:{OTHER})\b", re.IGNORECASE)
 _DENIED = re.compile(
