@@ -143,7 +143,7 @@ class Bench:
                 self._request(completions)
                 for _ in range(_TOKENS // 2):
                     self._engine.step()
-                timed(completions, "again", lambda: self._engine.sampled_again(_ASKED))
+                timed(completions, "again", lambda: self._engine.look_back(_ASKED))
                 self._finish()
                 self._request(completions)
                 timed(completions, "generate", self._finish)

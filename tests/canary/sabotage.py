@@ -5,8 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+from torch import Tensor
+
+from stretto.core.canary import Challenge, Loaded
+from stretto.engine.config import EngineConfig
 from stretto.engine.native import engine as native
 from stretto.engine.native.engine import NativeEngine
+from stretto.engine.native.generation import Generation
 from stretto.engine.native.parameters import Parameters
 from stretto.weights.shared_memory import SharedMemorySubscriber
 
@@ -20,8 +26,9 @@ class Sabotage:
 
     ``skips``: one tensor is not loaded, where the engine copies it; of adapters, none is. ``hands``: the same, where
     the mailbox hands it over, after it has checked every byte. ``logprobs``: other log-probabilities are told than
-    those that tokens were sampled with. ``load``, ``prove``, ``add``: this call
-    raises, and removes the file `during`.
+    those that tokens were sampled with. ``late``: once a version is proven, the weights of the one before are put back.
+    ``after``: then one tensor is scaled. ``keeps``: KV entries of earlier versions are kept, unlike asked for.
+    ``load``, ``prove``, ``add``: this call raises, and removes the file `during`.
     """
 
     what: str
@@ -37,12 +44,20 @@ class Sabotage:
         patched = cast(Any, NativeEngine)
         if self.what in ("prove", "add"):
             call = getattr(patched, self.what)
-            setattr(patched, self.what, lambda engine, given: self._fail(engine, engine.version) or call(engine, given))
+
+            def fails(engine: NativeEngine, *given: Any, **rest: Any) -> Any:
+                return self._fail(engine, engine.version) or call(engine, *given, **rest)
+
+            setattr(patched, self.what, fails)
+            return
+        if self.what in ("late", "after"):
+            self._begin_late()
             return
         update, load, begin, named = NativeEngine.update, SharedMemorySubscriber.load, NativeEngine.__init__, []
 
-        def begins(engine: NativeEngine, *given: Any, **rest: Any) -> None:
-            begin(engine, *given, **rest)
+        def begins(engine: NativeEngine, model: Any, config: EngineConfig, **rest: Any) -> None:
+            config = config.model_copy(update={"on_update": "keep"}) if self.what == "keeps" else config
+            begin(engine, model, config, **rest)
             named.append(engine)
 
         def updates(engine: NativeEngine, version: int, tensors: Any, since: float | None = None) -> None:
@@ -58,10 +73,29 @@ class Sabotage:
             return self._without_one(named[0], version, load(subscriber, version))
 
         patched.__init__ = begins
+        if self.what == "keeps":
+            return
         if self.what == "hands":
             cast(Any, SharedMemorySubscriber).load = hands
         else:
             patched.update = updates
+
+    def _begin_late(self) -> None:
+        update, prove, before = Generation.update, NativeEngine.update, dict[str, Tensor]()
+
+        def remembers(engine: NativeEngine, *given: Any, **rest: Any) -> None:
+            before.update({name: one.detach().clone() for name, one in engine._parameters._parameters.items()})
+            prove(engine, *given, **rest)
+
+        async def changes(generation: Generation, version: int, challenge: Challenge | None = None) -> Loaded:
+            loaded, held = await update(generation, version, challenge), generation.engine._parameters._parameters
+            if version >= self.first:
+                with torch.no_grad():
+                    for name, one in held.items() if self.what == "late" else [(SKIPPED, held[SKIPPED])]:
+                        one.copy_(before[name] if self.what == "late" else 1.5 * one)
+            return loaded
+
+        cast(Any, NativeEngine).update, cast(Any, Generation).update = remembers, changes
 
     def _spares(self, engine: NativeEngine, version: int) -> bool:
         spared = (self.engine and engine.name != self.engine) or (self.during and not Path(self.during).exists())

@@ -7,8 +7,8 @@
 - Few tokens of many steps count as much as many tokens of one.
 - An engine that nothing was compared of for two versions is asked to compute tokens of its own again; so is one that is
   doubted, at every version. One that the trainer compares is never asked.
-- An engine that disagrees twice is replaced. Where its replacement does the same, the run ends with its name; a guest
-  leaves instead, and the run goes on.
+- An engine that disagrees twice in a few judgements is replaced, whoever judges. Where its replacement does the same,
+  the run ends with its name; a guest leaves instead, and the run goes on.
 - An engine that does not prove a version is replaced at the last evaluation too; whenever it has proven one in between,
   again. One that says another version has not proven this one.
 - A machine that pulls a version while the trainer publishes many proves it; one that is too old is refused, and nobody
@@ -32,7 +32,7 @@ from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.handle import EngineHandle
 from stretto.loop.engines.pool import EnginePool
-from stretto.loop.engines.proving import Proving
+from stretto.loop.engines.proving import ITSELF, THE_TRAINER, Proving
 from stretto.processes.supervisor import RestartBudget
 from tests.asynchronous import Test, run_by
 from tests.faults.simulation import VirtualLoop
@@ -294,6 +294,22 @@ async def test_a_sampler_that_lied_once_costs_a_replacement(run: Run) -> None:
     await run.steps(2, (40, 0.01))
     await asyncio.sleep(10.0)
     assert run.replaced == 2, "it has agreed in between"
+
+
+@pytest.mark.parametrize("judges", [(THE_TRAINER,), (THE_TRAINER, ITSELF)], ids=["one", "both"])
+def test_an_engine_that_disagrees_every_second_time_is_replaced_and_then_ends_the_run(judges: tuple[str, ...]) -> None:
+    async def work(run: Run) -> None:
+        for step in range(20):
+            await run.steps(1)
+            error = 0.5 if step % 2 else 1e-6
+            run.proving.agreed([Agreement(NAME, 40, error)], judges[step // 2 % len(judges)])
+        raise AssertionError("the run goes on")
+
+    run = Run()
+    with pytest.raises(UnprovenWeights, match=f"{NAME}: differs from .* by 0.5 nats a token"):
+        play(run, work)
+    assert run.replaced == 1
+    assert run.version <= 9
 
 
 @pytest.mark.parametrize("wrong", ["off", "lies"])

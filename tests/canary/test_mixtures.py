@@ -138,8 +138,8 @@ def jumps(monkeypatch: pytest.MonkeyPatch, nats: float, places: slice) -> None:
     """Tokens of the text are so far away from now on, though the weights are right."""
     prove = NativeEngine.prove
 
-    def other(engine: NativeEngine, canary: Canary) -> Scores:
-        scores, moved = prove(engine, canary), range(len(canary.logprobs))[places]
+    def other(engine: NativeEngine, canary: Canary, *, keeps: bool) -> Scores:
+        scores, moved = prove(engine, canary, keeps=keeps), range(len(canary.logprobs))[places]
         logprobs = tuple(x - nats * (at in moved) for at, x in enumerate(scores.logprobs))
         return msgspec.structs.replace(scores, logprobs=logprobs)
 

@@ -6,6 +6,9 @@
   tensors differ, their names. In float32 the log-probabilities alone show it.
 - Every tensor of a version is compared, and how many were is on record; so is each copy of one that a kernel computes
   with, in which rounding would hide a tensor of the version before.
+- Weights that change after their proof are found before the next load, also the last bit of one; those that were kept
+  are not. The proof is taken back, and the engine is distrusted: the second time in a row for good.
+- An engine that keeps KV entries although the run asks it to recompute is refused.
 - A fault that is gone when the version is loaded again costs nothing but that: open completions wait meanwhile.
 """
 
@@ -15,15 +18,18 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
 
 from stretto.core.errors import UnprovenWeights
 from stretto.core.records import GenerateRequest, Sampling
+from stretto.engine.config import EngineConfig
 from stretto.engine.native import engine as native
 from stretto.engine.native.engine import NativeEngine
 from stretto.engine.native.parameters import Parameters
+from stretto.loop.engines.proving import Proving
 from stretto.model.decode.policy import DecodePolicy
 from stretto.model.kernels import use_onednn
 from stretto.weights.shared_memory import SharedMemorySubscriber
@@ -263,6 +269,49 @@ def test_a_cache_that_outlives_its_weights_is_refused(tmp_path: Path, monkeypatc
         for _ in range(4):
             one.engine.step()
         monkeypatch.setattr(DecodePolicy, "clear", lambda self: None)
+        one.learn()
+        one.publish()
+        with pytest.raises(UnprovenWeights, match="the KV cache of 2 completions"):
+            one.load()
+
+
+@pytest.mark.parametrize(("dtype", "lora"), [("float32", False), ("bfloat16", True)], ids=["whole", "adapters"])
+def test_weights_that_change_after_their_proof_are_found_at_the_next_load(
+    tmp_path: Path, dtype: Dtype, *, lora: bool
+) -> None:
+    with ground(tmp_path, dtype, lora=lora) as one:
+        ended, withdrawn = list[tuple[str, bool]](), list[tuple[str, int]]()
+        one.proving.distrust = lambda doubt, final: ended.append((doubt.problem, final))
+        one.proving.withdraw = lambda engine, version, reason: withdrawn.append((engine, version))
+        one.publish()
+        one.load()
+        for changes in (False, True, True, False, True):
+            if changes:
+                held = one.engine._parameters._parameters[DOWN]
+                with torch.no_grad():
+                    held.copy_(_flipped(held, 0))
+            one.advance()
+        told = "has changed its weights after it had proven version {}: " + DOWN
+        assert ended == [(told.format(1), False), (told.format(2), True), (told.format(4), False)]
+        assert withdrawn == [("engine-0", version) for version in (1, 2, 4)]
+        record = one.proving.record
+        assert [(proof.version, proof.proven, proof.evidence) for proof in record.withdrawn] == [
+            (version, False, DOWN) for version in (1, 2, 4)
+        ]
+        assert (record.refused, one.newest.proven) == (3, True)
+        resumed = Proving()
+        resumed.restore(record)
+        assert resumed.record == record
+
+
+def test_an_engine_that_keeps_its_cache_unlike_asked_is_refused(tmp_path: Path) -> None:
+    asked = EngineConfig().model_dump_json()
+    with ground(tmp_path, on_update="keep") as one:
+        one.spec = msgspec.structs.replace(one.spec, config=asked)
+        one.publish()
+        one.load()
+        one.engine.add(GenerateRequest("a", (5, 6, 7), (1, 2), Sampling(max_tokens=64)))
+        one.engine.step()
         one.learn()
         one.publish()
         with pytest.raises(UnprovenWeights, match="the KV cache of 2 completions"):

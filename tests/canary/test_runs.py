@@ -4,6 +4,9 @@
   trained on; `stretto inspect` shows the proof that failed, and `stretto check` finds every law kept. A resume whose
   engine is still wrong ends as well; with an honest engine it goes on to its end, with the text that it began with.
 - So in float32, in bfloat16 where the mailbox hands over something else, and with adapters.
+- Weights that change after their proof are found at the next load: the engine is replaced, and the second time the run
+  ends. What was trained on meanwhile breaks the law on record; what was not is sampled anew. An engine that keeps its
+  cache unlike the run asks is refused.
 - So where the fault begins with the process that replaces a killed engine; and of two engines the wrong one is named.
 - A machine whose engine is wrong leaves, and the run goes on without it.
 - An engine whose weights are right, and that tells other log-probabilities than those it samples with, is replaced;
@@ -101,6 +104,42 @@ def test_a_run_ends_before_one_token_of_unproven_weights_is_trained_on(
     assert 0 < whole[0].compared == whole[0].tensors
     if settings == ():
         assert newest["distance"] > newest["tolerance"], "in float32 the text alone shows it"
+
+
+@pytest.mark.parametrize(
+    ("what", "staleness"),
+    [("late", 2), pytest.param("after", 0, marks=pytest.mark.long), pytest.param("late", 0, marks=pytest.mark.long)],
+)
+def test_weights_that_change_after_their_proof_end_the_run_and_break_the_law_on_record(
+    laboratory: Laboratory, tmp_path: Path, what: str, staleness: int
+) -> None:
+    run_dir = tmp_path / "run"
+    settings = ("trainer.steps=40", f"rollout.max_staleness={staleness}")
+    with laboratory.train(run_dir, *settings, poor=sabotaged(what)) as command:
+        ended = command.end(SECONDS)
+        command.assert_nothing_is_left()
+    assert ended.code == 1, ended.out + ended.err
+    changed = r"engine-0:? has changed its weights after it had proven version \d+: model\."
+    assert re.search(changed, ended.err), ended.err
+    assert re.search(rf"{changed}.*: it is replaced", ended.out), ended.out
+    record = record_of(run_dir)
+    assert len(record.withdrawn) == record.refused == 2
+    spoilt = {one.version for one in record.withdrawn}
+    with_them = [one for one in exported(laboratory, run_dir) if spoilt & set(one["versions"])]
+    assert {one["state"] for one in with_them} <= {"trained", "failed"}, "nothing of them waits for a batch"
+    broken = {law: told for law, told in check_run(run_dir).breaches.items() if told}
+    assert set(broken) == {"every token was sampled by proven weights"}
+    named = {sentence.partition(" ")[0] for sentence in broken.popitem()[1]}
+    assert named == {one["id"] for one in with_them if one["state"] == "trained"}
+
+
+@pytest.mark.long
+def test_a_cache_that_is_kept_unlike_asked_is_refused(laboratory: Laboratory, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    with laboratory.train(run_dir, "trainer.steps=40", "rollout.max_staleness=2", poor=sabotaged("keeps")) as command:
+        out = command.end(SECONDS).out
+    assert re.search(r"engine-0 has not proven version \d+ and loads it again: .*the KV cache of \d+ completions", out)
+    assert check_run(run_dir).kept, check_run(run_dir).breaches
 
 
 @pytest.mark.long

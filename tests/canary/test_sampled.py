@@ -69,7 +69,7 @@ def error(pairs: tuple[tuple[float, float], ...]) -> float:
 )
 def test_honest_tokens_differ_by_rounding_alone(tmp_path: Path, dtype: Dtype, sampling: Sampling) -> None:
     with ground(tmp_path, dtype) as one:
-        found = begun(one, sampling, 12).sampled_again(64)
+        found = begun(one, sampling, 12).look_back(64).sampled
         assert 60 <= len(found) <= 72, "of all rows but one, 12 tokens each"
         assert error(found) < (1e-5 if dtype == "float32" else AGREEING[dtype] / 2)
 
@@ -78,7 +78,7 @@ def test_log_probabilities_that_are_told_too_low_show(tmp_path: Path, monkeypatc
     sample = engine_module.sample  # type: ignore[attr-defined]
     with ground(tmp_path) as one:
         monkeypatch.setattr(engine_module, "sample", lambda *given: (sample(*given)[0], sample(*given)[1] - 0.01))
-        assert error(begun(one, Sampling(max_tokens=40), 12).sampled_again(64)) == pytest.approx(0.01, rel=1e-3)
+        assert error(begun(one, Sampling(max_tokens=40), 12).look_back(64).sampled) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_tokens_of_the_version_in_use_alone_are_compared(tmp_path: Path) -> None:
@@ -87,10 +87,10 @@ def test_tokens_of_the_version_in_use_alone_are_compared(tmp_path: Path) -> None
         one.learn()
         one.publish()
         one.load()
-        assert engine.sampled_again(64) == ()
+        assert engine.look_back(64).sampled == ()
         for _ in range(3):
             engine.step()
-        found = engine.sampled_again(64)
+        found = engine.look_back(64).sampled
         assert len(found) == 3 * 2 * len(PROMPTS)
         assert error(found) < 1e-5
 
@@ -102,7 +102,7 @@ def test_no_completion_is_changed_by_it(tmp_path: Path) -> None:
             engine, ended = begun(one, Sampling(max_tokens=20), 5), []
             while not engine.idle:
                 if again:
-                    engine.sampled_again(64)
+                    engine.look_back(64)
                 ended += engine.step()
             engine.check_integrity()
             sampled.append(sorted(ended, key=lambda one: (one.request, one.member)))
@@ -113,7 +113,7 @@ def test_an_idle_engine_has_nothing_to_compare(tmp_path: Path) -> None:
     with ground(tmp_path) as one:
         one.publish()
         one.load()
-        assert one.engine.sampled_again(64) == ()
+        assert one.engine.look_back(64).sampled == ()
 
 
 def test_texts_in_one_pass_have_the_logits_of_each_alone(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_with_kept_caches_only_tokens_over_a_context_of_their_own_version_are_co
             )
             for _ in range(4):
                 engine.step()
-            found = engine.sampled_again(64)
+            found = engine.look_back(64).sampled
             assert len(found) == 4, "of the completion that began with this version"
             assert error(found) < 1e-5
             engine.abort(f"n{step}")
@@ -151,12 +151,12 @@ def test_with_kept_caches_a_context_that_was_computed_again_is_compared_from_the
         one.advance()
         for _ in range(3):
             engine.step()
-        assert engine.sampled_again(64) == ()
+        assert engine.look_back(64).sampled == ()
         engine.limit(0)  # every row is preempted
         engine.limit(engine._config.cache_bytes)
         for _ in range(2):
             engine.step()
-        found = engine.sampled_again(64)
+        found = engine.look_back(64).sampled
         assert len(found) == 2 * 2 * len(PROMPTS)
         assert error(found) < 1e-5
 
@@ -170,7 +170,7 @@ def test_with_kept_caches_logprobs_that_are_told_too_low_show(tmp_path: Path, mo
         engine.add(GenerateRequest("n", (9, 8), tuple(range(6)), Sampling(max_tokens=60, stop_token_ids=())))
         for _ in range(6):
             engine.step()
-        assert error(engine.sampled_again(64)) == pytest.approx(0.01, rel=1e-2)
+        assert error(engine.look_back(64).sampled) == pytest.approx(0.01, rel=1e-2)
 
 
 def step_of(version: int, completions: Sequence[Completion]) -> Batch:

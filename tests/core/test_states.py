@@ -12,4 +12,4 @@ def test_a_state_is_either_open_or_final_and_only_open_ones_lead_on() -> None:
 
 def test_a_group_is_filtered_or_fails_when_it_is_judged_and_never_once_it_is_buffered() -> None:
     assert ALLOWED[State.IN_FLIGHT] == {State.BUFFERED, State.FILTERED, State.EXPIRED, State.FAILED}
-    assert ALLOWED[State.BUFFERED] == {State.TRAINED, State.EXPIRED}
+    assert ALLOWED[State.BUFFERED] == {State.TRAINED, State.EXPIRED, State.FAILED}

@@ -89,7 +89,7 @@ def test_recomputed_tokens_have_no_more_logits_than_a_chunk(folder: Path, monkey
         engine.add(request(f"r{number}", prompt=12 + number, seeds=(number,), stop_token_ids=()))
     for _ in range(20):
         engine.step()
-    found = engine.sampled_again(64)
+    found = engine.look_back(64).sampled
     assert len(found) == 4 * 20
     assert max(abs(told - again) for told, again in found) < rounding(OPERATIONS, size=LOGITS)
     assert max(rows for _, rows in seen) <= 10

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Prompt, Sampling, Segment, StopReason
-from stretto.loop.engines.in_flight import InFlight
+from stretto.loop.engines.in_flight import GroupInFlight, InFlight, _Prefix
 from stretto.loop.engines.router import LOSSES, attempts
 from stretto.store.config import StoreConfig
 from stretto.store.ledger.ledger import Ledger
@@ -283,6 +283,23 @@ def test_what_the_turns_of_a_group_have_and_its_trajectories_have_not_is_left_ov
 
     assert [asyncio.run(left_over(kept)) for kept in (0, 20, 35)] == [35, 15, 0]
     assert InFlight(AtOnce(), Journal(), {}).forget("0.17.0", 10) == 0  # a group of single turns, which has no sessions
+
+
+@pytest.mark.parametrize("session", ["", "a/3"])
+def test_groups_in_flight_with_tokens_of_an_engine_and_a_version_are_named_and_what_it_has_now(session: str) -> None:
+    def group(engine: str, version: int, *, ended: bool) -> GroupInFlight:
+        segment = Segment.of((5,), (-0.1,), (version,), 0, StopReason.STOP, ((engine, 1),))
+        if ended:
+            return GroupInFlight(ended={0: Completion("a", 0, segment)}, session=session)
+        return GroupInFlight(prefixes={0: _Prefix(segment)}, session=session)
+
+    def named(one: GroupInFlight) -> set[str]:
+        return InFlight(SlowToTell(), None, {"a:1" if session else "a": one}).tainted("engine-0", 4, {"r"})
+
+    for ended in (False, True):
+        assert named(group("engine-0", 4, ended=ended)) == {"a"}
+        assert named(group("engine-0", 3, ended=ended)) == named(group("engine-1", 4, ended=ended)) == set()
+    assert named(GroupInFlight(request_id="r", session=session)) == {"a"}
 
 
 @pytest.mark.parametrize("session", ["", "0.17.0/3"])

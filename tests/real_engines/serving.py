@@ -26,9 +26,9 @@ from stretto.engine.text import StopTexts
 from stretto.model.hf.tokenizer import load_tokenizer
 from stretto.weights.folder import remove
 from stretto.weights.shared_memory import SharedMemoryPublisher, SharedMemorySubscriber
-from stretto_servers.engine import ExternalEngine, Limits
+from stretto_servers.engine import ExternalEngine
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Continuation, Launch, Make, launch_of, make_of
+from stretto_servers.make import Continuation, Launch, Limits, Make, launch_of, make_of
 from stretto_servers.server import ServerProcess, port_of, reserve_port, until_ready
 from stretto_servers.staging import StagedWeights
 from tests.engine.answering import shaken

@@ -3,11 +3,13 @@
 - equation 3 decides who starts, and the number in flight bounds it further;
 - every group leaves exactly once: trained, filtered, expired or failed, and the journal hears of it first;
 - an undecided answer fails, it is never a zero reward; a failed or expired prompt is asked again;
+- of an engine whose proof of a version is taken back, what is buffered with tokens of both fails, and nothing else;
 - a controller that is restored stands where the other stood; what comes twice or too late is refused.
 """
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from stretto.core.records import Prompt, State, StopReason, Trajectory, derive_seed, trajectory_id
@@ -164,6 +166,20 @@ def test_overdue_groups_are_named_and_expire_with_their_prompt_asked_again() -> 
     assert accounts.balance[State.EXPIRED] == 2
     control.load(1)
     assert admit(control).draw.prompt == straggler.draw.prompt
+
+
+def test_what_is_buffered_with_tokens_of_a_proof_that_is_taken_back_fails_and_is_asked_again() -> None:
+    control, accounts = controller()
+    tickets = admit_all(control)
+    for ticket, engine, version in zip(tickets, ("engine-0", "engine-0", "engine-1"), (4, 3, 4), strict=False):
+        of_both, written = answers(ticket, [0.0, 1.0], version), list[Trajectory]()
+        for one in of_both:
+            segment = msgspec.structs.replace(one.segments[0], engines=((engine, one.segments[0].length),))
+            written.append(msgspec.structs.replace(one, segments=(segment,)))
+        control.finish(ticket, written)
+    control.withdraw("engine-0", 4, "engine-0 has changed its weights")
+    assert (control.buffered, accounts.balance[State.FAILED]) == (2, 2)
+    assert admit(control).draw.prompt == tickets[0].draw.prompt
 
 
 def test_members_have_seeds_of_their_own_that_depend_on_the_trajectory_alone() -> None:

@@ -7,19 +7,25 @@ The server is a small real one, whose tokens say of themselves which version sam
 import asyncio
 import resource
 import sys
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from stretto.core.canary import FARTHEST, Canary, Challenge, Loaded
+from stretto.core.canary import FARTHEST, Canary, Challenge, Loaded, Scores, TensorDigest
 from stretto.core.errors import EngineLost, RefusedRequest, TornPublication
 from stretto.core.records import Segment, StopReason
 from stretto.engine.text import StopTexts
-from stretto_servers.engine import ExternalEngine, Limits
-from stretto_servers.make import Continuation, Delta, Occupancy
+from stretto.weights.shared_memory import digest_of_tensor
+from stretto_servers.engine import ExternalEngine
+from stretto_servers.make import Continuation, Delta, Limits, Occupancy
 from stretto_servers.role import most_connections
+from stretto_servers.staging import FolderAsItIs
+from stretto_servers.worker.readback import sums_of
 from tests.servers.toy import (
     CONTEXT,
     VOCABULARY,
@@ -255,11 +261,11 @@ async def test_an_older_version_and_a_torn_one_leave_the_engine_as_it_was() -> N
     assert (found.versions, found.interrupted, len(server.asked)) == ((5,) * 6, 0, 1)
 
 
-async def computed_again(
-    server: ToyServer, engine: ExternalEngine, version: int, wanted: int
-) -> tuple[tuple[float, float], ...]:
-    """What the engine tells of tokens that it has sampled before it loads the version. Its text is of no account."""
-    challenge = Challenge(Canary(version, (2, 3, 4), (), 1), FARTHEST, wanted)
+async def answered(
+    server: ToyServer, engine: ExternalEngine, version: int, wanted: int = 0, **digests: TensorDigest
+) -> Scores:
+    """What the engine tells with the load of a version. Its text is of no account."""
+    challenge = Challenge(Canary(version, (2, 3, 4), (), 1, digests=digests), FARTHEST, wanted)
     updating = asyncio.create_task(engine.update(version, challenge))
     while not updating.done():
         await asyncio.sleep(0.001)
@@ -267,7 +273,26 @@ async def computed_again(
             await play(server)
     scores = updating.result().scores
     assert scores is not None
-    return scores.sampled
+    return scores
+
+
+async def test_what_has_changed_in_a_servers_memory_since_its_proof_is_told_with_the_next_load(tmp_path: Path) -> None:
+    memory = torch.arange(4.0)
+    save_file({"a": memory.clone()}, tmp_path / "model.safetensors")
+
+    class Held(ToyServer):
+        async def held(self, folder: Path, shapes: Mapping[str, Sequence[int]]) -> Sequence[Mapping[str, str]]:
+            return [{name: str(sums_of(memory)) for name in shapes}]
+
+    engine, a = engine_over(server := Held(), weights=FolderAsItIs(tmp_path)), digest_of_tensor(memory)
+    told = list[tuple[int, tuple[str, ...]]]()
+    for version in range(1, 6):
+        memory += float(version == 3)
+        found = await answered(server, engine, version, a=a)
+        memory -= float(version == 3)
+        told.append((found.left, found.changed))
+        assert found.differing == (("a",) if version == 3 else ())
+    assert told == [(-1, ()), (1, ()), (2, ("a",)), (-1, ()), (4, ())], "of a version in doubt nothing is told"
 
 
 async def test_tokens_of_the_version_before_are_computed_again_before_the_next_one_is_loaded() -> None:
@@ -280,11 +305,11 @@ async def test_tokens_of_the_version_before_are_computed_again_before_the_next_o
     await play(server, rounds=3)
     await at_version(engine, 2)
     await play(server, rounds=2)
-    found = await computed_again(server, engine, 3, 64)
+    found = (await answered(server, engine, 3, 64)).sampled
     assert len(found) == 4, "two tokens of each completion are of version 2"
     assert all(told <= -3 and told - again == pytest.approx(0.5) for told, again in found)
     await play(server, rounds=2)
-    assert len(await computed_again(server, engine, 4, 1)) == 2, "one completion is enough"
+    assert len((await answered(server, engine, 4, 1)).sampled) == 2, "one completion is enough"
 
 
 @pytest.mark.parametrize(
@@ -300,7 +325,7 @@ async def test_tokens_that_a_server_cannot_compute_as_they_were_sampled_are_left
     other = msgspec.structs.replace(wanted.sampling, **sampling)
     engine.submit_all([msgspec.structs.replace(wanted, sampling=other)])
     await play(server, rounds=3)
-    assert await computed_again(server, engine, 2, 64) == ()
+    assert (await answered(server, engine, 2, 64)).sampled == ()
 
 
 async def test_the_end_of_the_engine_breaks_off_what_is_open_and_keeps_what_is_ended() -> None:
@@ -362,7 +387,7 @@ def test_an_adapter_takes_the_descriptors_that_it_may_have_and_keeps_half_of_the
 
 async def challenged(server: ToyServer, engine: ExternalEngine, version: int, tolerance: float) -> bool:
     """Whether the engine has proven the version, while its server goes on with what it has."""
-    challenge = Challenge(Canary(version, (2, 3, 4), (-9.0, -9.0), 1), tolerance)
+    challenge = Challenge(Canary(version, (2, 3, 4), (-9.0, -9.0), 1), tolerance, keeps=engine._keep)
     updating = asyncio.create_task(engine.update(version, challenge))
     while not (server.paused or server.version == version or updating.done()):  # it reads the folder in a thread
         await asyncio.sleep(0.001)

@@ -20,8 +20,8 @@ from stretto.core.records import Completion, GenerateRequest, Sampling, Segment
 from stretto.engine.backend import Stream
 from stretto.engine.http.client import decoded
 from stretto.engine.text import StopTexts
-from stretto_servers.engine import ExternalEngine, Limits
-from stretto_servers.make import Continuation, Delta, Occupancy, Served
+from stretto_servers.engine import ExternalEngine
+from stretto_servers.make import Continuation, Delta, Limits, Occupancy, Served
 from stretto_servers.staging import FolderAsItIs
 
 VOCABULARY, CONTEXT, STOP = 50, 64, 1
@@ -215,7 +215,7 @@ class Publications(FolderAsItIs):
 
 
 def engine_over(
-    server: ToyServer, on_update: OnUpdate = "recompute", weights: Publications | None = None, slots: float = math.inf
+    server: ToyServer, on_update: OnUpdate = "recompute", weights: FolderAsItIs | None = None, slots: float = math.inf
 ) -> ExternalEngine:
     limits = Limits(VOCABULARY, CONTEXT, slots)
     return ExternalEngine("engine-0", server, limits, weights or Publications(), StopTexts(Letters), on_update)

@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import math
 import secrets
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,24 +34,14 @@ from stretto.engine.backend import ENDED, Stream
 from stretto.engine.native.validate import check_prefixes, check_request, check_text
 from stretto.engine.text import StopTexts
 from stretto_servers.completions import OpenCompletion
-from stretto_servers.make import NOT_RAW_OR_PLAIN, RAW, Make, Occupancy, canary_scores, is_shaped, reports_raw
-from stretto_servers.staging import FolderAsItIs, compare, shapes_of
+from stretto_servers.make import NOT_RAW_OR_PLAIN, RAW, Limits, Make, Occupancy, canary_scores, is_shaped, reports_raw
+from stretto_servers.staging import FolderAsItIs, changed, compare, shapes_of
 
 _LOOK_SECONDS = 0.001
 _AGAIN_TOKENS = 4096  # most tokens per update whose log-probabilities are recomputed for the canary
 _DRAIN_SECONDS = 5.0  # in which requests end after a pause
+_NOTHING: tuple[int, dict[str, tuple[int, ...]], Sequence[Mapping[str, str]]] = -1, {}, ()  # no version is proven
 _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of the server: vocabulary size, context length in tokens, and number of concurrent completions.
-    `connections`: most requests to the server at once, each of which needs a descriptor of this process."""
-
-    vocab_size: int
-    context_length: int
-    slots: float = math.inf
-    connections: int = sys.maxsize
 
 
 @dataclass
@@ -109,6 +97,7 @@ class ExternalEngine:
         self._folder = Path()  # folder of the last load
         self._raw: asyncio.Task[bool] | None = None  # asks whether the server `reports_raw`
         self._in_doubt = False  # the last canary has not proven that the server has the weights of its version
+        self._proven = _NOTHING  # version proven last, the shapes of its tensors, and what the workers held then
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -284,8 +273,9 @@ class ExternalEngine:
             self._check_working()
             if version < self.version:
                 raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
-            folder, sampled = None, tuple[tuple[float, float], ...]()
+            folder, left, lost, sampled = None, -1, tuple[str, ...](), tuple[tuple[float, float], ...]()
             if version > self.version or not self._counts.updates or self._in_doubt:
+                left, lost = await self._changed()
                 sampled = await self._sampled_again(0 if challenge is None or self._in_doubt else challenge.sampled)
                 start = time.monotonic()
                 folder = await asyncio.to_thread(self._weights.folder_of, version)  # the new weights, not the old
@@ -297,7 +287,8 @@ class ExternalEngine:
                 self._in_doubt = True
                 self._take_back()
                 raise RoleFailed(self.name, str(error), 1) from error
-            return Loaded(self.version, msgspec.structs.replace(scores, sampled=sampled) if scores else None)
+            of_before = {"sampled": sampled, "left": left, "changed": lost}
+            return Loaded(self.version, msgspec.structs.replace(scores, **of_before) if scores else None)
         finally:
             self._changing.release()
 
@@ -322,6 +313,15 @@ class ExternalEngine:
         self._spans.add("prove", start, time.monotonic(), self.version)
         return tuple(pairs)
 
+    async def _changed(self) -> tuple[int, tuple[str, ...]]:
+        """The version in use (-1: not compared), and names of tensors that have changed in memory since its proof."""
+        version, shapes, before = self._proven
+        try:
+            now = await self._make.held(self._folder, shapes) if before and not self._in_doubt else ()
+        except (WireError, EngineLost, DeadlineExceeded):  # no evidence: the load and its canary decide
+            now = ()
+        return (version, changed(before, now)) if now else (-1, ())
+
     async def _answer(self, challenge: Challenge | None) -> Scores | None:
         """Run a canary challenge (None: do nothing) on the server; return its scores. Call it while no completion runs.
         Sampling stops, and continues only if the scores prove that the server has the weights of its version."""
@@ -332,9 +332,11 @@ class ExternalEngine:
         start = time.monotonic()
         canary, name = challenge.canary, f"canary-{self.version}-{next(self._attempts)}"
         context = self._limits.context_length
-        scores = await canary_scores(self._make, canary.token_ids, name, self.version, context, keep=self._keep)
+        scores = await canary_scores(self._make, canary.token_ids, name, self.version, context, keep=challenge.keeps)
         if canary.digests:
-            workers = await self._make.held(self._folder, await asyncio.to_thread(shapes_of, self._folder))
+            shapes = await asyncio.to_thread(shapes_of, self._folder)
+            workers = await self._make.held(self._folder, shapes)
+            self._proven = self.version, shapes, workers
             differing, compared = await asyncio.to_thread(compare, self._folder, canary.digests, workers)
             scores = msgspec.structs.replace(scores, differing=differing, compared=compared)
         self._spans.add("prove", start, time.monotonic(), self.version)
@@ -346,8 +348,8 @@ class ExternalEngine:
         return scores
 
     def _take_back(self) -> None:
-        """End the requests that have run while the version in doubt was loaded, which happens with "keep" alone, and
-        drop what it has sampled; they are asked again once a version is proven."""
+        """End the requests that have run while the version in doubt was loaded, as with "keep", and drop what it has
+        sampled; they are asked again once a version is proven."""
         for request, opened in self._open.items():
             tasks = self._tasks[request]
             for member, completion in enumerate(opened):
@@ -361,7 +363,7 @@ class ExternalEngine:
     async def _load(self, folder: Path, version: int, challenge: Challenge | None) -> Scores | None:
         start = time.monotonic()
         self._sampling.clear()
-        self._loads, self._folder = self._loads + 1, folder
+        self._loads, self._folder, self._proven = self._loads + 1, folder, _NOTHING
         self._kept = keep = self._keep and not self._in_doubt  # the cache has entries of a refused version
         try:
             await self._make.pause(keep=keep)
@@ -387,8 +389,8 @@ class ExternalEngine:
         return scores
 
     def _mark_running(self, version: int) -> None:
-        """Note for each running request that the server will have this `version` too. Requests that have tokens count
-        as interrupted. Only at a request's end does the server report which version sampled each token."""
+        """Note that the server will have this `version` for each running request too, whose tokens' versions it reports
+        at the end. Requests that have tokens count as interrupted."""
         for completion in itertools.chain.from_iterable(self._open.values()):
             if completion.asked:
                 completion.had.append(version)
@@ -405,8 +407,7 @@ class ExternalEngine:
     # ── life ─────────────────────────────────────────────────────────────────────────────────────
 
     async def run(self) -> None:
-        """Wait until the engine fails, and raise its error; never returns. At the end, also if cancelled, all open
-        completions are broken off and the connections to the server closed."""
+        """Wait until the engine fails, and raise its error. At its end all is broken off and closed."""
         try:
             await asyncio.shield(self._failure)
         finally:

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import math
 import random
 import secrets
+import sys
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,6 +106,17 @@ class Occupancy:
     def needed(self) -> float:
         """Estimate of the KV cache that all requests need, waiting ones included, relative to its size."""
         return self.cache * (self.running + self.waiting) / max(1, self.running)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the server: vocabulary size, context length in tokens, and number of concurrent completions.
+    `connections`: most requests to the server at once, each of which needs a descriptor of this process."""
+
+    vocab_size: int
+    context_length: int
+    slots: float = math.inf
+    connections: int = sys.maxsize
 
 
 class Make(Protocol):

@@ -32,9 +32,9 @@ from stretto.processes.heartbeat import begin_role
 from stretto.processes.tree import open_descriptors
 from stretto.weights.shared_memory import SharedMemorySubscriber
 from stretto_servers.broadcast import SglangByBroadcast
-from stretto_servers.engine import ExternalEngine, Limits
+from stretto_servers.engine import ExternalEngine
 from stretto_servers.http import JsonServer
-from stretto_servers.make import Make, Room, launch_of, make_of
+from stretto_servers.make import Limits, Make, Room, launch_of, make_of
 from stretto_servers.server import GivenServer, Server, ServerProcess, lost, port_of, reserve_port, until_ready
 from stretto_servers.staging import FolderAsItIs, StagedWeights, window_lacking
 from stretto_servers.worker.advance import remove_counters

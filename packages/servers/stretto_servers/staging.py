@@ -4,6 +4,7 @@ memory."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -105,6 +106,16 @@ def compare(
                 compared += 1
                 wrong += [] if own.are(whole) else [name]
     return tuple(wrong), compared
+
+
+def changed(before: Sequence[Mapping[str, str]], now: Sequence[Mapping[str, str]]) -> tuple[str, ...]:
+    """Names of the tensors of which two results of `Make.held` say different things, whichever worker says them.
+
+    >>> changed([{"a": "1", "b": "2"}, {"a": "3"}], [{"a": "3"}, {"a": "1", "b": "4"}])
+    ('b',)
+    """
+    first, second = (Counter(told for worker in workers for told in worker.items()) for workers in (before, now))
+    return tuple(sorted({name for name, _ in (first - second) + (second - first)}))
 
 
 def _expected(tensor: Tensor, own: Sums) -> Sums | None:

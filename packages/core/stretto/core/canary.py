@@ -6,7 +6,9 @@
 The canary also holds the trainer's digest of each published tensor. An engine that can read its own memory compares
 these with its weights, which finds even differences that rounding hides in a log-probability.
 
-A version is live at an engine once the distance is within the tolerance. Both sides round, so the tolerance is counted
+A version is live at an engine once the distance is within the tolerance. Before an engine loads the next one, it
+compares its weights once more with what it has proven: the proof of a version whose weights have changed since is taken
+back. Both sides round, so the tolerance is counted
 in units of rounding: the expected error of the text's log-probabilities in the coarser of the two dtypes.
 
     unit       u √(2 depth) · mean |log p|        u: the unit roundoff of the type; two sums per layer, each rounded
@@ -29,7 +31,7 @@ from statistics import fmean
 from typing import Any
 
 from stretto.core.frames import Count, Whole
-from stretto.core.records import Record
+from stretto.core.records import Record, Segment
 
 #: Tokens of the text; shorter where the model's context is.
 LENGTH = 64
@@ -148,12 +150,13 @@ class Challenge(Record, frozen=True):
     """A canary sent with the order to load its version. The engine continues to sample only if its distance is within
     `tolerance` (nats per token); otherwise it must load again. `sampled`: number of tokens that the engine sampled with
     the previous version and recomputes before loading. `spare`: nats added to the tolerance if the engine has compared
-    every tensor with its digest."""
+    every tensor with its digest. `keeps`: whether KV entries of earlier versions may remain (`engine.on_update`)."""
 
     canary: Canary
     tolerance: float
     sampled: int = 0
     spare: float = 0.0
+    keeps: bool = False
 
     def allowed(self, gap: float, compared: int) -> float:
         """Tolerance (nats per token) for scores at the distance `gap` from the canary: `tolerance`, plus `spare` if
@@ -179,6 +182,8 @@ class Scores(Record, frozen=True):
     server such as vLLM sampled: computed over the cache, and in one forward pass. `differing`: names of tensors in the
     engine's memory that differ from the publication; `compared`: number of tensors compared with digests. `sampled`:
     two log-probabilities of each token that the engine sampled with the previous version: as reported, and recomputed.
+    `left`: the version whose weights were compared again before they were replaced (-1: none); `changed`: names of
+    those that were not the proven ones any more.
     """
 
     logprobs: tuple[float, ...]
@@ -187,6 +192,8 @@ class Scores(Record, frozen=True):
     differing: tuple[str, ...] = ()
     compared: Count = 0
     sampled: tuple[tuple[float, float], ...] = ()
+    left: Whole = -1
+    changed: tuple[str, ...] = ()
 
 
 def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, TensorDigest]) -> tuple[str, ...]:
@@ -198,6 +205,12 @@ def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, TensorDige
     ('b',)
     """
     return tuple(name for name, digest in held.items() if not digests[name].agrees(digest))
+
+
+def is_of(segment: Segment, engine: str, version: int) -> bool:
+    """Whether a segment has tokens of `engine` and tokens of `version`: these may be the same tokens."""
+    of_version = any(stamp[0] == version for stamp in segment.stamps)
+    return of_version and any(name == engine for name, _ in segment.writers)
 
 
 class Loaded(Record, frozen=True):
@@ -292,7 +305,7 @@ class CanaryRecord(Record, frozen=True):
     """State of the canaries, saved in the ledger. `since`: first version with a canary (0, except in runs begun by an
     older stretto). `token_ids`: the text. `tolerances`: by make. `proven`: versions by engine. `newest` and `worst`:
     for each engine the newest proof, and the proof whose distance was the largest share of the tolerance. `refused`:
-    number of failed proofs."""
+    number of failed proofs. `withdrawn`: proofs taken back, because the weights had changed before the next load."""
 
     since: int = 0
     token_ids: tuple[int, ...] = ()
@@ -301,6 +314,7 @@ class CanaryRecord(Record, frozen=True):
     newest: tuple[Proof, ...] = ()
     worst: tuple[Proof, ...] = ()
     refused: int = 0
+    withdrawn: tuple[Proof, ...] = ()
 
 
 #: Ledger key of the `CanaryRecord`.

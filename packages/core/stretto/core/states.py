@@ -2,10 +2,11 @@
 check of rewards from users' code. The ledger, the simulator and the audit share these rules.
 
     in_flight ─► buffered ─► trained
-        │           └──────► expired
+        │           └──────► expired, failed
         └─► filtered, expired, failed
 
-A group is filtered or fails when it is judged, before it is buffered. A buffered group is trained or expires.
+A group is filtered or fails when it is judged, before it is buffered. A buffered group is trained or expires, or fails
+if the engine that sampled it is found to have had other weights than it had proven.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _SHOWN = 60  # characters of a value in a message
 
 ALLOWED: Mapping[State, frozenset[State]] = {
     State.IN_FLIGHT: frozenset({State.BUFFERED, State.FILTERED, State.EXPIRED, State.FAILED}),
-    State.BUFFERED: frozenset({State.TRAINED, State.EXPIRED}),
+    State.BUFFERED: frozenset({State.TRAINED, State.EXPIRED, State.FAILED}),
 }
 
 OPEN = tuple(ALLOWED)

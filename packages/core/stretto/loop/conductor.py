@@ -85,8 +85,7 @@ class Conductor:
         return self._stopping.is_set()
 
     def request_stop(self) -> None:
-        """Make `run` stop after the step in progress, or after ``deadlines.stop`` seconds, whichever is sooner. Returns
-        at once."""
+        """Make `run` stop after the step in progress, or after ``deadlines.stop`` seconds, whichever is sooner."""
         self._stopping.set()
         self._finished.set()
 
@@ -116,9 +115,8 @@ class Conductor:
             await cancel_and_wait([*loops, self._announcing, *self._groups.values()])
 
     async def _give_up(self) -> None:
-        """Journal the completions in flight, which a resumed run continues, then abort them so that the engines'
-        counters account for every token. An engine that does not reply within a second is not waited for. The requests
-        of a running evaluation are not aborted. Afterwards no group is admitted."""
+        """Journal the completions in flight, which a resumed run continues, then abort them (not an evaluation's), so
+        that the engines' counters account for every token. No engine is waited for beyond a second."""
         self._conducting = False
         await self.in_flight.keep(_POLL_SECONDS)
         await self._poll(_POLL_SECONDS)
@@ -242,10 +240,22 @@ class Conductor:
 
     def _expire_overdue(self) -> None:
         for ticket in self.controller.overdue():
-            if (task := self._groups.get(ticket.group_id)) is not None:  # else the group has failed, and the run ends
-                task.cancel()
-            self.controller.expire(ticket)
-            self._forget(ticket)
+            self._drop(ticket, self.controller.expire)
+        self._admit()
+
+    def _drop(self, ticket: Ticket, record: Callable[[Ticket], None]) -> None:
+        if (task := self._groups.get(ticket.group_id)) is not None:  # else the group has failed, and the run ends
+            task.cancel()
+        record(ticket)
+        self._forget(ticket)
+
+    def withdraw(self, engine: str, version: int, reason: str) -> None:
+        """Sample anew what is untrained and has tokens of `engine` and of `version`, and what that engine has now."""
+        self.controller.withdraw(engine, version, reason)
+        open = self.engines.engine(engine).open if self.engines.has(engine) else ()
+        tainted = self.in_flight.tainted(engine, version, open)
+        for ticket in [one for one in self.controller.tickets if one.group_id in tainted]:
+            self._drop(ticket, lambda one: self.controller.lose(one, reason))
         self._admit()
 
     async def _before_the_stop_ends(self, order: Coroutine[Any, Any, Result]) -> Result | None:

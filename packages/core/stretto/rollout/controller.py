@@ -22,6 +22,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from stretto.core.admission import BoundChange, Staleness, admits, due
+from stretto.core.canary import is_of
 from stretto.core.errors import StrettoError, several
 from stretto.core.records import Batch, Group, Outcome, Prompt, Record, State, Trajectory, trajectory_id
 from stretto.core.states import Journal
@@ -363,13 +364,19 @@ class Controller:
     def _expire_finished(self, groups: Sequence[Group]) -> None:
         for group in groups:
             reason = f"sampled by version {group.oldest_version}, to be trained at {self.published}"
-            self._settle(group.trajectories, State.EXPIRED, reason)
-        for ticket in self._leave_buffer(groups):
-            self._prompts.give_back(ticket.draw)
+            self._drop(group, State.EXPIRED, reason)
+
+    def _drop(self, group: Group, state: State, reason: str) -> None:
+        self._settle(group.trajectories, state, reason)
+        self._prompts.give_back(self._leave_buffer([group])[0].draw)
+
+    def withdraw(self, engine: str, version: int, reason: str) -> None:
+        """Fail the buffered groups that have tokens of `engine` and of `version`. Their prompts are tried again."""
+        for _, group in [*self._buffer]:
+            if any(is_of(segment, engine, version) for one in group.trajectories for segment in one.segments):
+                self._drop(group, State.FAILED, reason)
 
     def _leave_buffer(self, groups: Sequence[Group]) -> list[Ticket]:
-        if not groups:
-            return []
         ids = {group.id for group in groups}
         tickets = [ticket for ticket, group in self._buffer if group.id in ids]
         self._buffer = [entry for entry in self._buffer if entry[1].id not in ids]
@@ -402,8 +409,7 @@ class Controller:
         self.published = version
 
     def load(self, version: int) -> None:
-        """Raise `live`, at which new groups are admitted, to `version`: every engine has loaded it or a newer one. A
-        lower `version` changes nothing."""
+        """Raise `live`, at which new groups are admitted, to `version`, which every engine has loaded or overtaken."""
         self.live = max(self.live, version)
 
 

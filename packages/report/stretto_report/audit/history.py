@@ -176,11 +176,13 @@ class RecordedData:
 
 @dataclass(frozen=True)
 class _RecordedProofs:
-    """Ranges (first, last; both included) of versions that each engine has proven by the canary, by its name. Versions
-    before `since` need no proof: the stretto that sampled with them had no canary."""
+    """Ranges (first, last; both included) of versions that each engine has proven by the canary, by its name, and the
+    proofs that were taken back, as (engine, version). Versions before `since` need no proof: the stretto that sampled
+    with them had no canary."""
 
     since: int
     proven: Mapping[str, tuple[tuple[int, int], ...]]
+    withdrawn: frozenset[tuple[str, int]] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -316,7 +318,8 @@ def _data(questions: Path, fact: Mapping[str, Any]) -> RecordedData:
 
 def _proofs(fact: Mapping[str, Any]) -> _RecordedProofs:
     proven = {one["engine"]: tuple((first, last) for first, last in one["ranges"]) for one in fact["proven"]}
-    return _RecordedProofs(fact["since"], proven)
+    withdrawn = frozenset((one["engine"], one["version"]) for one in fact.get("withdrawn", ()))
+    return _RecordedProofs(fact["since"], proven, withdrawn)
 
 
 def _digest(questions: Path) -> tuple[str, tuple[str, ...]]:

@@ -252,19 +252,24 @@ def every_token_has_its_engine(history: History) -> Iterator[str]:
 
 def every_token_was_sampled_by_proven_weights(history: History) -> Iterator[str]:
     """Law, yielding a sentence for each breach: The engine that sampled a token had proven, by the canary, that it held
-    the token's version. Nothing is checked for a run without proofs, or before they began. (Tokens of their first
-    version may have been sampled by a stretto that recorded no engines.)"""
+    the token's version, and had not changed it until its next load. Trajectories that have failed are not checked:
+    their tokens were given up. Nothing is checked for a run without proofs, or before they began. (Tokens of their
+    first version may have been sampled by a stretto that recorded no engines.)"""
     if history.proofs is None:
         return
-    since, proven = history.proofs.since, history.proofs.proven
+    since, proven, withdrawn = history.proofs.since, history.proofs.proven, history.proofs.withdrawn
     for one in history.trajectories:
+        if one.state == "failed":
+            continue
         stamps = chain.from_iterable(repeat(*stamp) for segment in one.sampled for stamp in segment.stamps)
         sampled = {(name, version) for name, count in one.writers for version in islice(stamps, count)}
         sampled |= {("", version) for version in stamps if version > since}
         yield from (
             f"{one.id} has a token of {name or 'no engine'} at version {version}, which it had not proven"
+            + (", since its weights had changed before the next load" if (name, version) in withdrawn else "")
             for name, version in sorted(sampled)
-            if version >= since and not any(first <= version <= last for first, last in proven.get(name, ()))
+            if (name, version) in withdrawn
+            or (version >= since and not any(first <= version <= last for first, last in proven.get(name, ())))
         )
 
 

@@ -188,7 +188,7 @@ def _weights(carried: Carried | None) -> WeightsSummary:
 
 def _canary(record: CanaryRecord) -> tuple[CanaryProof, ...]:
     """Return the newest canary check of each engine, then the worst of the run if there was any."""
-    worst = sorted(record.worst, key=lambda one: (one.proven, -one.distance / one.tolerance))[:1]
+    worst = sorted((*record.worst, *record.withdrawn), key=lambda one: (one.proven, -one.distance / one.tolerance))[:1]
     return tuple(
         CanaryProof(one.engine, one.version, one.distance, one.tolerance, one.proven, which, one.compared, one.tensors)
         for which, proofs in (("newest", record.newest), ("worst", worst))

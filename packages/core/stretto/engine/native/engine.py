@@ -87,7 +87,7 @@ class NativeEngine:
         self._preempted = 0
         self._busy_seconds = 0.0
         self._ended: Counter[str] = Counter()  # tokens of ended completions, by open request
-        self._stale: tuple[str, ...] = ()  # KV entries that the last update failed to drop
+        self._stale = 0  # completions whose KV entries the last update has kept
         self._prover = Prover(self._policy, self._vocab_size, config.max_prefill_tokens)
         self._tiles: Path | None = None
 
@@ -100,10 +100,7 @@ class NativeEngine:
     @classmethod
     def load(cls, folder: Path | str, config: EngineConfig, *, name: str = "engine") -> Self:
         """Load the model and the tokenizer of a Hugging Face folder and make an engine. `name`: of the engine, in
-        results and spans.
-
-        Raises:
-            ModelFolderError: the folder cannot be loaded, or the cache does not support its attention.
+        results and spans. Raises ModelFolderError if it cannot be loaded, or the cache does not support its attention.
         """
         check_family_of(folder)
         model = load_policy(folder, attention=CACHED_ATTENTION, dtype=config.dtype, device=config.device)
@@ -194,11 +191,8 @@ class NativeEngine:
                 self._policy.release(row)
 
     def give_up(self, requests: Iterable[str]) -> None:
-        """Abort these requests, whose logits are not finite, and recompute the KV cache of all others.
-
-        The cache of the aborted requests may hold NaN. Masked entries still enter matmuls, where 0 * nan is nan, so the
-        whole cache is replaced.
-        """
+        """Abort these requests, whose logits are not finite, and recompute the KV cache of all others: it may hold NaN,
+        and masked entries still enter matmuls, where 0 * nan is nan."""
         for request in requests:
             self.abort(request)
         self._scheduler.interrupt()
@@ -287,7 +281,7 @@ class NativeEngine:
         self._interrupt()
         self._parameters.spare = self._spare()
         self._parameters.load(tensors)
-        self._stale = self._stale_rows()
+        self._stale = len(self._policy)
         self.version = version
         self._updates += 1
         if since is not None:
@@ -295,15 +289,16 @@ class NativeEngine:
         self._spend("load", mapped)
         self.in_doubt = False
 
-    def prove(self, canary: Canary) -> Scores:
-        """Answer a canary: compare the weights in memory with its digests (KV entries that the last update should have
-        dropped count as a difference), and score its text by the forward pass of `step`: the last `DECODED` tokens one
-        at a time over a KV cache, the others together. No completion and no KV entry of one is changed."""
+    def prove(self, canary: Canary, *, keeps: bool = False) -> Scores:
+        """Answer a canary: compare the weights in memory with its digests, and score its text by the forward pass of
+        `step`: the last `DECODED` tokens one at a time over a KV cache, the others together. Unless `keeps`, KV entries
+        that the last update has not dropped count as a difference. No completion and no KV entry of one is changed."""
         start = time.monotonic()
-        differing, compared = self._parameters.differing(canary.digests)
+        differing, compared = self._parameters.compare(canary.digests)
         logprobs, decoded = self._prover.text(canary.token_ids)
+        stale = (f"the KV cache of {self._stale} completions",) if self._stale and not keeps else ()
         self._spend("prove", start)
-        return Scores(logprobs, decoded, differing=differing + self._stale, compared=compared)
+        return Scores(logprobs, decoded, differing=differing + stale, compared=compared)
 
     def score(self, texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, tuple[float, ...]]]:
         """Yield log-probabilities of all tokens but the first of each text (token ids), by the version in use, at
@@ -318,13 +313,15 @@ class NativeEngine:
             yield piece
             start = time.monotonic()
 
-    def sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
-        """Recompute, without the KV cache, the log-probabilities of about `wanted` tokens that the version in use has
-        sampled for running completions over its own KV entries. Returns (as sampled, recomputed) pairs, or none."""
-        start, most = time.monotonic(), self._config.max_prefill_tokens
-        found = self._prover.sampled(self._completions, self._scheduler.running, self.version, wanted, most)
+    def look_back(self, wanted: int) -> Scores:
+        """Scores without a text, before another version is loaded: tensors that have changed since the proof, and about
+        `wanted` tokens that the version in use has sampled for running completions over its own KV entries, as sampled
+        and as recomputed without the cache."""
+        start, most, changed = time.monotonic(), self._config.max_prefill_tokens, self._parameters.changed()
+        sampled = self._prover.sampled(self._completions, self._scheduler.running, self.version, wanted, most)
         self._spend("prove", start)
-        return found
+        left = -1 if changed is None else self.version
+        return Scores((), sampled=sampled, left=left, changed=changed or ())
 
     def health(self) -> EngineHealth:
         """The engine's version, queue length and counters."""
@@ -364,8 +361,7 @@ class NativeEngine:
                 raise BrokenGrammar(self._scheduler.members[row].request.id, refused) from None
 
     def _preempt(self) -> None:
-        """Let running completions grow into longer slots; if the KV cache is full, drop the entries of the newest
-        completions, to be recomputed later. `_preempted` counts them."""
+        """Let running completions grow into longer slots; if the KV cache is full, the newest lose their entries."""
         for row in self._scheduler.grow(self._completions.lengths):
             self._policy.release(row)
             self._preempted += 1
@@ -394,8 +390,7 @@ class NativeEngine:
         return again + new, bool(again)
 
     def _interrupted_contexts(self, rows: list[int]) -> list[Context]:
-        """The contexts of interrupted rows, to be recomputed. The first row of a request computes the prompt, which the
-        other rows of the request share."""
+        """Contexts of interrupted rows. The first row of a request computes the prompt, which its other rows share."""
         contexts: list[Context] = []
         first: dict[str, int] = {}  # context of each request
         for row in rows:
@@ -413,8 +408,7 @@ class NativeEngine:
         return int(self._completions.lengths[row] - self._completions.prompts[row])
 
     def _tally(self, completions: Sequence[Completion]) -> None:
-        """Add up the tokens of ended completions by request, until the request has no open completion. An abort wastes
-        these tokens too, since a group is judged as a whole."""
+        """Add up the tokens of ended completions by open request, whose abort wastes these tokens too."""
         for completion in completions:
             self._ended[completion.request] += completion.segment.length
             if not self._scheduler.is_open(completion.request):
@@ -433,12 +427,6 @@ class NativeEngine:
             self._policy.clear()
         else:
             self._completions.note_mixed(rows)
-
-    def _stale_rows(self) -> tuple[str, ...]:
-        """A tuple with one message if KV entries of earlier weights are left that an update should have dropped;
-        otherwise empty."""
-        rows = len(self._policy) if self._config.on_update == "recompute" else 0
-        return (f"the KV cache of {rows} completions",) if rows else ()
 
     def _spend(self, name: str, start: float) -> None:
         end = time.monotonic()

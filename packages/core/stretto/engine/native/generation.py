@@ -15,7 +15,7 @@ from contextlib import ExitStack
 import msgspec
 from torch import Tensor
 
-from stretto.core.canary import Challenge, Loaded
+from stretto.core.canary import Challenge, Loaded, Scores
 from stretto.core.deadlines import deadline
 from stretto.core.engine import MOST_COMPLETIONS, EngineHealth, NewToken
 from stretto.core.errors import DeadlineExceeded, EngineLost, RefusedRequest, WireError, several
@@ -255,18 +255,20 @@ class Generation:
         """
         if self._mailbox is None:
             raise WireError(f"version {version} cannot be loaded: {self.engine.name} serves the weights of its folder")
-        sampled: tuple[tuple[float, float], ...] = ()
+        start, tensors, before = time.monotonic(), None, Scores(())
         if version != self.engine.version or not self.engine.updates or self.engine.in_doubt:
             # Reading and checking touch nothing of the engine, so steps go on meanwhile: the pause is the copy alone.
-            start = time.monotonic()
             tensors = await asyncio.to_thread(self._mailbox.load, version)
-            if challenge is not None and not self.engine.in_doubt:
-                sampled = self.engine.sampled_again(challenge.sampled)
+        if challenge is not None and not self.engine.in_doubt:
+            before = self.engine.look_back(challenge.sampled if tensors is not None else 0)
+        if tensors is not None:
             self.engine.update(version, tensors, since=start)
         scores = None
         if challenge is not None:
             self.engine.in_doubt = True  # also if the answer fails
-            scores = msgspec.structs.replace(self.engine.prove(challenge.canary), sampled=sampled)
+            scores = self.engine.prove(challenge.canary, keeps=challenge.keeps)
+            of_before = {"sampled": before.sampled, "left": before.left, "changed": before.changed}
+            scores = msgspec.structs.replace(scores, **of_before)
             self.engine.in_doubt = not challenge.is_answered(scores)
         self._work.set()
         return Loaded(self.engine.version, scores)

@@ -56,12 +56,14 @@ class Parameters:
         self._beside = _adapters_of(model)  # of a model that computes W x + B A x: its weights are never changed
         self._bases: dict[str, Tensor] = {}  # without adapters, of the parameters that have had some
         self._adapters: dict[str, Tensor] = {}  # as they were published
+        self._compared: Mapping[str, TensorDigest] = {}  # by `compare`, since the last load
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Copy the tensors of a version into the parameters, or add its adapters to the base weights; a model with
         separate matrices A and B gets only those. `check` must have accepted the version. An error halfway leaves a
         mixture; then `check` refuses adapters until all parameters were loaded."""
+        self._compared = {}
         if self._beside:
             for name, parameter in self._beside.items():
                 parameter.copy_(tensors[name])
@@ -89,6 +91,15 @@ class Parameters:
             if layer not in self._bases:
                 self._bases[layer] = pinned(weight).copy_(weight) if self._beyond else weight.clone()
             weight.copy_(self._with_adapters(layer))
+
+    def compare(self, digests: Mapping[str, TensorDigest]) -> tuple[tuple[str, ...], int]:
+        """What `differing` returns, and remember `digests` for `changed`."""
+        self._compared = digests
+        return self.differing(digests)
+
+    def changed(self) -> tuple[str, ...] | None:
+        """Names of tensors that differ now from the digests of the last `compare`; None: none since a load."""
+        return self.differing(self._compared)[0] if self._compared else None
 
     @torch.no_grad()
     def differing(self, digests: Mapping[str, TensorDigest]) -> tuple[tuple[str, ...], int]:

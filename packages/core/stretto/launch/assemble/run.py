@@ -332,6 +332,7 @@ async def _train(
         steps=recipe.trainer.steps,
         deadlines=recipe.deadlines,
     )
+    roles.engines.proving.withdraw = conductor.withdraw
     context.behind.push_async_exit(partial(conductor.checkpointing.close, context.reporter.say))
     _record_again(context, roles.trainer.replayed, controller, recorder)
     try:

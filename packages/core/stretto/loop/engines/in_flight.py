@@ -7,12 +7,13 @@ engine ─► tokens so far, each second ──┴─► ledger (pieces) ─► 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from stretto.core.canary import is_of
 from stretto.core.errors import EngineLeft, EngineLied, EngineLost, RefusedRequest, several
 from stretto.core.forest import TurnRequest
 from stretto.core.records import Completion, GenerateRequest, Partials, Segment, trajectory_id
@@ -131,6 +132,12 @@ class GroupInFlight:
     def place(self, id: str, member: int, piece: Segment) -> tuple[str, Segment, int]:
         """Arguments for `_SegmentJournal.journal`: (trajectory id, `piece`, segment index). `id`: group id."""
         return (self.session or trajectory_id(id, member), piece, self.node)
+
+    @property
+    def segments(self) -> Iterator[Segment]:
+        """What is known of each member."""
+        yield from (completion.segment for completion in self.ended.values())
+        yield from (prefix.segment for prefix in self.prefixes.values())
 
     @property
     def whole(self) -> int:
@@ -255,6 +262,14 @@ class InFlight:
         groups = {one: group for one in (id, *turns) if (group := self._groups.pop(one, None)) is not None}
         ended = {one: whole for one, group in groups.items() if (whole := group.whole)}
         return max(0, sum((turns | ended).values()) - kept)
+
+    def tainted(self, engine: str, version: int, open: Collection[str]) -> set[str]:
+        """Ids of the groups with a request in `open` (ids), or with tokens of `engine` and of `version`."""
+        return {
+            group.session.rpartition("/")[0] or id
+            for id, group in self._groups.items()
+            if group.request_id in open or any(is_of(one, engine, version) for one in group.segments)
+        }
 
     def sampled(self, id: str) -> int:
         """Number of sampled tokens received so far of the group with this id, all turns included; 0 if it is

@@ -11,13 +11,14 @@ dtype, clamped between two limits per dtype (`_UNITS`).
 
 Between canaries an engine is judged by its sampled tokens (`Proving.agreed`). The trainer recomputes the
 log-probability of each token that it trains on. Where these are few, the engine is asked to recompute some of its own
-tokens.
+tokens. With each load the engine also says whether the weights that it leaves are still the proven ones. If not, their
+proof is taken back: what is not yet trained of the engine's tokens of that version is given up (`Proving.withdraw`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,7 @@ from stretto.core.canary import (
     MakeTolerance,
     Proof,
     Proven,
+    Scores,
     agreeing,
     agreement,
     coarser,
@@ -52,6 +54,8 @@ _ENOUGH_TOKENS = 32  # tokens of an engine needed for a meaningful mean
 _ASKED_TOKENS = 64  # tokens that an engine recomputes
 _UNJUDGED = 2  # versions that an engine loads without a judgement before it is asked to recompute tokens
 THE_TRAINER, ITSELF = "the trainer", "its own forward"  #: judges: what recomputed sampled tokens
+_ITS_MEMORY = "its memory"  # another judge, which compares the weights that an engine leaves with the proven ones
+_RECENT = 4  # judgements by each judge of an engine that count; two beyond the limit are too many, whose they may be
 _RANGES = 64  # of proven versions kept by engine; beyond, the oldest two become one, with versions never loaded between
 _NAMED = 3  # most tensors named in a message
 _LONGEST_NAME = 200  # characters of the name of one, which an engine says
@@ -79,6 +83,7 @@ class _ComputesIn(msgspec.Struct):
 
     kind: str = "native"
     dtype: str = "float32"
+    on_update: str = "recompute"
 
 
 class Proving:
@@ -86,7 +91,8 @@ class Proving:
     instance serves all engines of a pool.
 
     Nothing is checked before `expect` is called: without a trainer there are no canaries. `distrust`: ends an engine
-    whose sampled tokens disagree with recomputed ones.
+    whose sampled tokens disagree with recomputed ones, or whose weights have changed after their proof. `withdraw`:
+    gives up the tokens, not yet trained on, that an engine (its name) has sampled with a version, for a reason.
     """
 
     def __init__(self) -> None:
@@ -102,10 +108,12 @@ class Proving:
         self._trained_in, self._routed = "float32", False  # the trainer's dtype, and whether its model has experts
         self._compared: dict[tuple[str, str], Agreement] = {}  # compared tokens, still too few, by engine and judge
         self._unjudged: Counter[str] = Counter()  # versions loaded since the last judgement, by engine
-        self._apart: set[tuple[str, str]] = set()  # (engine, judge) pairs over the limit at the last judgement
-        self._replaced: set[tuple[str, str]] = set()  # pairs whose engine was replaced for it, not passed since
+        self._apart: dict[tuple[str, str], deque[bool]] = {}  # whether over the limit, by engine and judge, newest last
+        self._replaced: set[tuple[str, str]] = set()  # (engine, judge) for which it was replaced, not passed since
+        self._withdrawn: list[Proof] = []
         self._say: Callable[[str], None] = lambda text: None
         self.distrust: Distrust = lambda doubt, final: None
+        self.withdraw: Callable[[str, int, str], None] = lambda engine, version, reason: None
 
     def expect(self, say: Callable[[str], None]) -> None:
         """Require from now on that engines prove each version that they load. `say` gets a log line if the first of the
@@ -129,13 +137,14 @@ class Proving:
     def agreed(self, agreement: Sequence[Agreement], judge: str = THE_TRAINER) -> None:
         """Judge engines by the log-probabilities of their sampled tokens, compared with recomputed ones.
 
-        Comparisons are summed until an engine has 32 tokens and a proof. An engine over the limit for the first time is
-        logged; twice in a row, it is replaced: `distrust` is called. If its replacement fails in the same way, that
-        call says that it must not be replaced again.
+        Comparisons are summed, for each judge, until an engine has 32 tokens and a proof. An engine over the limit for
+        the first time is logged; the second time within the last four judgements of each judge, it is replaced:
+        `distrust` is called. If its replacement fails in the same way, that call says that it must not be replaced
+        again.
 
         Args:
             agreement: one `Agreement` per engine.
-            judge: `THE_TRAINER` or `ITSELF`; each is judged on its own, and named in messages.
+            judge: `THE_TRAINER` or `ITSELF`; named in messages.
         """
         for one in agreement:
             case = one.engine, judge
@@ -151,22 +160,46 @@ class Proving:
     def _judge(self, case: tuple[str, str], error: float, limit: float) -> None:
         engine, judge = case
         told = f"differs from {judge} by {error:.2g} nats a token, {limit:.2g} allowed"
-        if error <= limit:
-            self._apart.discard(case)
-            self._replaced.discard(case)
-        elif case not in self._apart:
-            self._apart.add(case)
+        before = self._apart_of(engine)
+        recent = self._apart.setdefault(case, deque(maxlen=_RECENT))
+        recent.append(error > limit)
+        if error > limit and before:
+            for one in (case, *before):
+                self._apart.pop(one, None)
+            self._replace(engine, {case, *before}, told)
+        elif error > limit:
             self._say(f"{engine} {told}")
-        else:
-            self._apart.discard(case)
-            final = case in self._replaced
-            self._replaced.add(case)
-            self.distrust(UnprovenWeights(engine, told, 1), final)
+        elif len(recent) == _RECENT and not any(recent):
+            self._replaced.discard(case)
+
+    def _apart_of(self, engine: str) -> set[tuple[str, str]]:
+        return {case for case, recent in self._apart.items() if case[0] == engine and any(recent)}
+
+    def _replace(self, engine: str, cases: set[tuple[str, str]], told: str) -> None:
+        final = bool(cases & self._replaced)
+        self._replaced |= cases
+        self.distrust(UnprovenWeights(engine, told, 1), final)
+
+    def _look_back(self, engine: str, scores: Scores) -> None:
+        """Take back the proof of the version that an engine has left, if its weights were not the proven ones any more:
+        the engine is replaced, and its tokens of that version are given up."""
+        if scores.left < 0:
+            return
+        if not scores.changed:
+            self._replaced.discard((engine, _ITS_MEMORY))
+            return
+        names = ", ".join(_shortened(scores.changed))
+        told = f"has changed its weights after it had proven version {scores.left}: {names}"
+        proof = msgspec.structs.replace(self._newest[engine], version=scores.left, proven=False, evidence=names)
+        self._withdrawn.append(proof)
+        self._refused += 1
+        self._replace(engine, {(engine, _ITS_MEMORY)}, told)  # first: what is given up is sampled anew, by others
+        self.withdraw(engine, scores.left, f"{engine} {told}")
 
     def _to_compute_again(self, engine: str) -> int:
         """Number of its own sampled tokens that an engine is asked to recompute at its next load; 0: it is judged often
         enough."""
-        doubted = {(engine, ITSELF)} & (self._apart | self._replaced)
+        doubted = (engine, ITSELF) in self._apart_of(engine) | self._replaced
         return _ASKED_TOKENS if doubted or self._unjudged[engine] >= _UNJUDGED else 0
 
     async def load(self, spec: EngineSpec, client: Engine, version: int, served: int = -1) -> int:
@@ -197,7 +230,8 @@ class Proving:
             dtype = coarser(facts.dtype, canary.dtype)
             allowed = self._tolerances[make].allowed if make in self._tolerances else _UNITS[dtype].first
             more = spare(dtype, routed=canary.routed)
-            asked = Challenge(canary, allowed * canary.unit(dtype), self._to_compute_again(engine), more)
+            keeps = facts.on_update == "keep"
+            asked = Challenge(canary, allowed * canary.unit(dtype), self._to_compute_again(engine), more, keeps)
             return asked
 
         for again in (False, True):
@@ -210,6 +244,8 @@ class Proving:
                 continue
             if not self._expected:
                 return loaded.version
+            if loaded.scores is not None and engine in self._newest:
+                self._look_back(engine, loaded.scores)
             proof = _judged(engine, make, asked, loaded, asked.canary.unit(facts.dtype))
             self._note(proof, coarser(facts.dtype, asked.canary.dtype))
             if loaded.scores is not None and loaded.scores.sampled:
@@ -270,6 +306,7 @@ class Proving:
             newest=tuple(self._newest.values()),
             worst=tuple(self._worst.values()),
             refused=self._refused,
+            withdrawn=tuple(self._withdrawn),
         )
 
     def restore(self, record: CanaryRecord) -> None:
@@ -279,6 +316,7 @@ class Proving:
         self._ranges = {one.engine: list(one.ranges) for one in record.proven}
         self._newest = {one.engine: one for one in record.newest}
         self._worst = {one.engine: one for one in record.worst}
+        self._withdrawn = list(record.withdrawn)
 
 
 def _added(one: Agreement | None, other: Agreement) -> Agreement:
