@@ -47,15 +47,15 @@ class _Client:
 class Trainer:
     """Publishes versions, each a little other than the one before, and has them loaded and proven."""
 
-    def __init__(self, server: RealServer, served: ExternalEngine, publish: Any) -> None:
+    def __init__(self, server: RealServer, served: ExternalEngine, publish: Any, on_update: str) -> None:
         self._served, self._publish = served, publish
         self.model: Any = AutoModelForCausalLM.from_pretrained(server.policy, dtype=torch.float32).eval()
         self.version = 0
         self.said: list[str] = []
         self.proving = Proving()
         self.proving.expect(self.said.append)
-        config = msgspec.json.encode({"kind": server.kind, "dtype": server.dtype}).decode()
-        self._spec = EngineSpec(server.kind, "", "", "", "", config, 1, 0.0)
+        config = {"kind": server.kind, "dtype": server.dtype, "on_update": on_update}
+        self._spec = EngineSpec(server.kind, "", "", "", "", msgspec.json.encode(config).decode(), 1, 0.0)
 
     async def advance(self) -> Proof:
         """The next version: what the server has shown of it, whose weights are proven."""
@@ -90,7 +90,7 @@ async def training(
     server: RealServer, on_update: Literal["recompute", "keep"] = "recompute", wire: Make | None = None
 ) -> AsyncIterator[tuple[Trainer, ExternalEngine]]:
     async with engine(server, on_update, wire) as (served, publish):
-        yield Trainer(server, served, publish), served
+        yield Trainer(server, served, publish, on_update), served
 
 
 def flipped(tensor: Tensor) -> Tensor:
