@@ -1,7 +1,9 @@
 """What an engine says of its health may be nonsense: text, wrong types, a body without an end. That is told once, and
 the engine is replaced, since nothing else that it says is to be trusted. The run goes on.
 
-An engine that says nothing is suspected where another one has replied, or for the whole deadline."""
+An engine that says nothing is suspected where another one has replied, or for the whole deadline.
+
+An engine that is well whenever it is asked, and breaks off all work, is replaced."""
 
 import asyncio
 import random
@@ -13,13 +15,15 @@ from pathlib import Path
 import pytest
 
 from stretto.core.engine import EngineHealth
+from stretto.core.errors import EngineLost
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.pool import EnginePool
 from stretto.loop.engines.state import silent
 from stretto.processes.tree import own_resident_bytes
+from tests.asynchronous import until
 from tests.loop.simulated_guests import Machine, SimulatedClient
 from tests.loop.test_pool import answers, folder, played, request
-from tests.loop.toy_engine import NONSENSE
+from tests.loop.toy_engine import CUT, HANG_UP, NONSENSE, STAY_SILENT
 
 __all__ = ["folder"]
 
@@ -76,3 +80,48 @@ async def test_engines_are_suspected_that_are_slower_than_others_or_silent_for_t
     }
     assert await silent(engines, DeadlinesConfig(answer=1.0, hung=0.1)) == suspected
     assert (time.monotonic() - began > 0.9) == (replies == (NEVER,))
+
+
+async def broken_off(fleet: EnginePool, times: int) -> None:
+    for _ in range(times):
+        with pytest.raises(EngineLost, match="broke off"):
+            await answers(fleet, request("0", HANG_UP))
+
+
+REPLACED = "engine-0 was killed by SIGKILL (broke off in the middle of a reply, 3 times in a row): a new one is started"
+
+
+def test_an_engine_that_breaks_off_every_request_is_replaced(folder: Path) -> None:
+    said: list[str] = []
+    played(folder, lambda fleet: broken_off(fleet, 6), 1, said.append)
+    assert said[:1] == [REPLACED]
+
+
+def test_an_engine_that_breaks_off_every_load_is_replaced(folder: Path) -> None:
+    said: list[str] = []
+
+    async def work(fleet: EnginePool) -> None:
+        (folder / "newest").write_text(str(CUT))
+        loading = asyncio.ensure_future(fleet.keep_loaded())
+        fleet.publish(CUT)
+        await asyncio.wait_for(until(lambda: fleet.live == CUT), 10)
+        loading.cancel()
+
+    played(folder, work, 1, said.append)
+    assert said == [REPLACED]
+
+
+def test_an_engine_that_completes_requests_between_broken_ones_or_may_yet_is_not_replaced(folder: Path) -> None:
+    said: list[str] = []
+
+    async def work(fleet: EnginePool) -> None:
+        for name in "abc":
+            await broken_off(fleet, 2)
+            await answers(fleet, request(name))
+        long = asyncio.ensure_future(answers(fleet, request("long", STAY_SILENT)))
+        await until(lambda: fleet.open)
+        await broken_off(fleet, 6)
+        long.cancel()
+
+    played(folder, work, 1, said.append)
+    assert said == []

@@ -29,6 +29,7 @@ from stretto.engine.http.client import HttpEngine
 from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.proving import Proving
+from stretto.loop.engines.router import LOSSES
 from stretto.loop.engines.state import EngineCounters, EngineState, Publications
 from stretto.processes.role import ReplaceableProcess, RoleProcess
 from stretto.processes.spawn import Spawner
@@ -101,14 +102,9 @@ class EngineHandle:
         proving: Proving,
         load_interval: float,
     ) -> Self:
-        """Return the handle of an engine on this machine, without starting its process.
-
-        Args:
-            logs: folder of the log; the file is named after the engine.
-            role, spawner: module that the process runs; starts the process.
-            changed, proving: attributes of the handle.
-            load_interval: least seconds between two loads of new weights.
-        """
+        """Return the handle of an engine on this machine, without starting its process. `logs`: folder of the log; the
+        file is named after the engine. `role`: module that the process runs. `spawner`: starts the process. `changed`,
+        `proving`: attributes of the handle. `load_interval`: least seconds between two loads of new weights."""
         log, own = logs / f"{spec.name}.txt", on_gpus(spec.gpus)
         process = RoleProcess(spec.name, role, log, deadlines.hung, spawner, own)
         answer, load = deadlines.answer, deadlines.load  # a health request also waits for the current, long step
@@ -214,14 +210,17 @@ class EngineHandle:
         self.lags = version < self.publications.reached()
         self._becomes(EngineState.UP, version)
 
-    def suspect(self, broken_off: Collection[str] = ()) -> None:
+    def suspect(self, broken_off: Collection[str] = (), why: str = "") -> None:
         """Mark the engine as suspected if it is UP, after requests broke off (`broken_off`: their ids). It gets no new
-        requests until it has aborted these, or is replaced (both by `supervise`)."""
+        requests until it has aborted these, or is replaced (both by `supervise`). `why`: what it did, if that was its
+        own fault; the third time in a row (`EngineCounters.broke_off`) it is replaced, with this as the reason."""
         if self.serves:  # else they ended with its process, and the next one may get them again
             self._broken_off.update(broken_off)
         if self.state is EngineState.UP:
             self._becomes(EngineState.SUSPECTED, self.version)
             self._suspicion.set()
+            if why and self.counters.broke_off(self.open) == LOSSES:
+                self.discard(RoleFailed(self.name, f"{why}, {LOSSES} times in a row", 1))
 
     async def supervise(self, say: Callable[[str], None]) -> NoReturn:
         """Replace the engine's process whenever it ends, unless the engine is leaving, and kill a suspected one that
@@ -341,14 +340,15 @@ class EngineHandle:
     async def _load(self, version: int) -> None:
         try:
             version = await self.proving.load(self.spec, self.client, version)
-        except EngineLost:
-            self.suspect()  # the engine comes back with the newest version, by itself or replaced
+        except EngineLost as loss:
+            self.suspect(why=loss.how)  # the engine comes back with the newest version, by itself or replaced
         except DeadlineExceeded as late:  # its event loop hangs, say, and its heartbeats go on
             self._end_hung(late)
         except RoleFailed as failure:
             self.discard(failure)
         else:
             self.publications.loaded(version)
+            self.counters.delivered()
             if self.serves:  # else it has been replaced meanwhile
                 self._becomes(self.state, version)
 
@@ -466,12 +466,9 @@ class EngineHandle:
                     await asyncio.sleep(_POLL_SECONDS)
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
-        """Fetch the new tokens of the engine's unfinished completions, by request id and member.
-
-        Args:
-            known: number of tokens already known of each member, by request id; other requests are not asked for.
-            patience: seconds to wait; then the result is empty, as for a lost engine. None: the client's deadline.
-        """
+        """Fetch the new tokens of the engine's unfinished completions, by request id and member. `known`: number of
+        tokens already known of each member, by request id; other requests are not asked for. `patience`: seconds to
+        wait; then the result is empty, as for a lost engine. None: the client's deadline."""
         theirs = {id: known[id] for id in self.open if id in known}
         if theirs:
             with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):

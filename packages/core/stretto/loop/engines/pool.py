@@ -303,14 +303,15 @@ class EnginePool:
                 await engine.until_it_serves(oldest)
             async for completion in engine.client.generate(*requests):
                 engine.restarts.progressed()
+                engine.counters.delivered()
                 yield completion.written_by(name, prefixes[completion.request][completion.member])
         except EngineLeft:
             if not engine.lags:
                 engine.suspect()  # its machine is silent or gone
             raise
         except DeadlineExceeded as late:  # its event loop hangs, say, and its heartbeats go on
-            engine.suspect(ids)
-            raise EngineLost(name, f"is silent: {late}") from None
+            engine.suspect(ids, how := f"is silent: {late}")
+            raise EngineLost(name, how) from None
         except RoleFailed as failure:
             engine.discard(RoleFailed(name, f"failed at a request: {failure.problem}", 1))
             raise EngineLost(name, failure.problem) from None
@@ -322,10 +323,11 @@ class EnginePool:
             if engine.leaving:
                 raise EngineLeft(name, loss.how) from None
             if not ids & engine.given_up:
-                engine.suspect(ids)
+                engine.suspect(ids, loss.how)
             raise
         finally:
             engine.open -= ids
+            engine.counters.awaited -= ids
             engine.given_up -= ids
             self._router.finish(name, completions)
             self._free.set()
@@ -378,13 +380,9 @@ class EnginePool:
             engine.client.break_off()
 
     async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
-        """Fetch the new tokens of the completions in flight, by request id and member.
-
-        Args:
-            known: number of tokens already known of each member, by request id; other requests are left out.
-            patience: seconds to wait for an engine (None: `deadlines.answer`); engines that are slower, or lost, are
-                left out.
-        """
+        """Fetch the new tokens of the completions in flight, by request id and member. `known`: number of tokens
+        already known of each member, by request id; other requests are left out. `patience`: seconds to wait for an
+        engine (None: `deadlines.answer`); engines that are slower, or lost, are left out."""
         engines = list(self._engines.values())
         found = await asyncio.gather(*(engine.partials(known, patience) for engine in engines))
         return {

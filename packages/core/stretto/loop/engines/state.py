@@ -191,6 +191,7 @@ class EngineCounters:
 
     Attributes:
         health: counters of the present process, as of the last poll; None before the first.
+        awaited: requests that were open when it broke off another, or a load; the pool removes those that end.
     """
 
     def __init__(self, name: str, client: Engine, process: ReplaceableProcess) -> None:
@@ -201,6 +202,7 @@ class EngineCounters:
         self._name, self._client, self._process = name, client, process
         self._earlier: list[EngineHealth] = []  # last counters of earlier processes
         self._ended = 0  # number of processes that were retired
+        self.awaited, self._broke_off = set[str](), 0
         self._spans: list[Span] = []
         self._poll: asyncio.Task[None] | None = None
 
@@ -211,6 +213,19 @@ class EngineCounters:
             self._earlier.append(msgspec.structs.replace(last, wasted=last.wasted + last.unfinished, unfinished=0))
         self.health = self.lie = None
         self._ended += 1
+        self.delivered()
+
+    def broke_off(self, open_: Collection[str]) -> int:
+        """Note that the process broke off a request or a load while it had the requests `open_`. Returns how often it
+        did so in a row, without a completion or a load between. While some are `awaited`, nothing is counted: an engine
+        that is busy may refuse others."""
+        if not self.awaited:
+            self.awaited, self._broke_off = set(open_), self._broke_off + 1
+        return self._broke_off
+
+    def delivered(self) -> None:
+        """Note that the process has ended a completion, or loaded a version: what it broke off before is forgotten."""
+        self.awaited, self._broke_off = set(), 0
 
     def poll(self, *, anew: bool = False) -> asyncio.Task[None]:
         """Fetch the counters and spans in a task, which is returned; it sets `health`, or changes nothing if the engine
