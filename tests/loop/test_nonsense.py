@@ -23,7 +23,7 @@ from stretto.processes.tree import own_resident_bytes
 from tests.asynchronous import until
 from tests.loop.simulated_guests import Machine, SimulatedClient
 from tests.loop.test_pool import answers, folder, played, request
-from tests.loop.toy_engine import CUT, HANG_UP, NONSENSE, STAY_SILENT
+from tests.loop.toy_engine import CUT, HANG_UP, NONSENSE, STAY_SILENT, UNTOLD
 
 __all__ = ["folder"]
 
@@ -44,6 +44,19 @@ def test_nonsense_of_an_engines_health_is_told_once_and_the_engine_is_replaced(f
     played(folder, work, 1, said.append)
     assert re.fullmatch(r"engine-0 told nonsense about itself: .*: it is replaced", said[0])
     assert said[1:] == ["engine-0 was killed by SIGKILL: a new one is started"]
+
+
+def test_an_engine_that_fails_to_tell_its_tokens_in_flight_costs_one_line(folder: Path) -> None:
+    said: list[str] = []
+
+    async def work(fleet: EnginePool) -> None:
+        answering = asyncio.ensure_future(answers(fleet, request("0", UNTOLD)))
+        await asyncio.sleep(0.3)
+        assert [await fleet.partials({"0": [0, 0]}) for _ in range(3)] == [{}, {}, {}]
+        answering.cancel()
+
+    played(folder, work, 1, said.append)
+    assert said == ["tokens in flight are not journaled: engine-0: MemoryError: no room"]
 
 
 @dataclass

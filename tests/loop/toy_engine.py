@@ -35,6 +35,7 @@ NONSENSE = {
     10: msgspec.msgpack.encode({"version": "7", "generated": -1, "busy_seconds": float("nan")}),
     11: bytes(1 << 20),  # again and again
 }
+UNTOLD = 12  # it fails whenever it is asked for its tokens in flight
 DIE, HANG_UP, STAY_SILENT, ANSWER, TURN_DEAF, TURN_MUTE, LIE, FREEZE = 1, 2, 3, 4, 5, 6, 7, 8
 UNFINISHED = 3  # tokens, it says, always
 NEVER, CUT = 99, 98  # versions: the load of one never ends, and that of the other breaks off
@@ -55,7 +56,7 @@ class ToyEngine:
         self.version = version
         self.generated = 0
         self.socket = socket
-        self.deaf = self.mute = False
+        self.deaf = self.mute = self.untold = False
         self.nonsense = 0
         self.open = set[str]()  # what it goes on with
         self.spans = 0
@@ -76,7 +77,8 @@ class ToyEngine:
             if body is None or self.deaf:
                 writer.close()
                 return
-            writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+            status = b"500 Failed" if self.untold and path == "/partials" else b"200 OK"
+            writer.write(b"HTTP/1.1 %b\r\ncontent-length: %d\r\n\r\n%b" % (status, len(body), body))
 
     async def _reply(self, path: str, body: bytes) -> bytes | None:
         if self.mute:
@@ -94,6 +96,8 @@ class ToyEngine:
                     self.mute = True
                     await asyncio.sleep(600)
                 return msgspec.msgpack.encode(Loaded(self.version))
+            case "/partials" if self.untold:
+                return msgspec.msgpack.encode(Refusal(error="RoleFailed", found="MemoryError: no\nroom"))
             case "/partials":
                 known = msgspec.msgpack.decode(body, type=PartialsRequest).known
                 piece = Segment.of((7,), (-0.1,), (self.version,), 1, StopReason.STOP, (), -2, "a lie", 50.0)
@@ -124,6 +128,9 @@ class ToyEngine:
                 return None
             case 8:
                 self.mute = True
+                await asyncio.sleep(600)
+            case 12:
+                self.untold = True
                 await asyncio.sleep(600)
             case 9 | 10 | 11 as nonsense:
                 self.nonsense = nonsense

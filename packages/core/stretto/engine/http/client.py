@@ -47,7 +47,7 @@ _IDLE_SECONDS = 60.0  # an engine's server keeps its connections for a day
 _LOOKS = 6  # a wait for a completion first asks for the engine's health after 1/6 of its limit
 _NAMED = 3  # most requests named in a message
 _SHOWN = 300  # most characters of an engine's error in a message
-_LOAD = "/update_weights"
+_LOAD, _PARTIALS = "/update_weights", "/partials"
 _LARGEST_NEWS = 16 << 20  # bytes of a reply about an engine's health, or of its spans: ten times those of `MOST_SPANS`
 _FRAME: msgspec.msgpack.Decoder[Completion | list[Refusal]] = msgspec.msgpack.Decoder(
     Completion | Annotated[list[Refusal], msgspec.Meta(min_length=1)]
@@ -209,9 +209,9 @@ class HttpEngine:
     async def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
         """New tokens of unfinished completions, by request id and member. `known`: by request id, the number of tokens
         of each member that the caller already has; other requests are left out. Raises WireError if a checksum of the
-        tokens does not match."""
+        tokens does not match, RoleFailed if the engine failed to tell them."""
         message = PartialsRequest(known={request: list(counts) for request, counts in known.items()})
-        body = await self._exchange("/partials", message, "the tokens of unfinished completions", self._health_seconds)
+        body = await self._exchange(_PARTIALS, message, "the tokens of unfinished completions", self._health_seconds)
         found = decoded(body, Partials)
         for id, pieces in found.items():
             if not all(piece.intact for piece in pieces.values()):
@@ -269,7 +269,7 @@ class HttpEngine:
             connection.send(method, path, body)
             reply = await connection.rest(most)
             if connection.status != _OK:
-                raise refusal(self.name, connection.status, reply, ends=path == _LOAD)
+                raise refusal(self.name, connection.status, reply, ends=path in (_LOAD, _PARTIALS))
             return reply
 
     def _completions(self, bodies: Iterable[memoryview]) -> tuple[list[Completion], WireError | EngineLost | None]:
@@ -310,17 +310,22 @@ def _unknown(body: bytes | memoryview, error: Exception) -> WireError:
     return WireError(f"a reply that no stretto engine sends: {bytes(body[:80])!r} ({error})")
 
 
+def one_line(told: object) -> str:
+    """What an engine told, as a line of 300 characters at most: it may be anything."""
+    return " ".join(str(told).split())[:_SHOWN]
+
+
 def refusal(engine: str, status: int, body: bytes, *, ends: bool = False) -> WireError | EngineLost | RoleFailed:
     """The error, to be raised by the caller, for an engine's reply with an HTTP `status` other than 200: the one in
     `body`. If the body holds none, EngineLost for status 500, else WireError. With status 500 `body` holds the text of
-    an error that no request should cause: RoleFailed if it `ends` the engine, else EngineLost."""
+    an error that no request should cause: RoleFailed if `ends`, since the caller tells it, else EngineLost."""
     try:
         told = decoded(body, Refusal)
     except WireError as error:
         # The server ends open requests with this status when the engine has failed.
         return EngineLost(engine, "broke off a request") if status == _SERVER_ERROR else error
     if status == _SERVER_ERROR:
-        found = " ".join(told.found.split())[:_SHOWN]
+        found = one_line(told.found)
         return RoleFailed(engine, found, 1) if ends else EngineLost(engine, f"failed at a request: {found}")
     return error_of(told)
 

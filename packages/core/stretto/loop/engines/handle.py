@@ -25,7 +25,7 @@ from stretto.core.errors import (
 from stretto.core.machine import on_gpus
 from stretto.core.records import Partials
 from stretto.core.tasks import gather_or_cancel
-from stretto.engine.http.client import HttpEngine
+from stretto.engine.http.client import HttpEngine, one_line
 from stretto.engine.wire import EngineSpec
 from stretto.loop.config import DeadlinesConfig
 from stretto.loop.engines.proving import Proving
@@ -36,8 +36,7 @@ from stretto.processes.spawn import Spawner
 from stretto.processes.supervisor import RestartBudget, Supervisor
 
 RETRY_SECONDS = 0.05
-_POLL_SECONDS = 0.005
-_GIVE_UP_SECONDS = 1.0
+_POLL_SECONDS, _GIVE_UP_SECONDS = 0.005, 1.0
 _OVERTAKEN = 3  # loads of an engine that starts, each of a version that is not the newest any more at its end
 
 
@@ -83,6 +82,7 @@ class EngineHandle:
     _doubt: UnprovenWeights | None = None  # set: the engine is not replaced, and this error ends the run
     _condemned: bool = False  # its process is to end, and gets no requests until it has ended
     _why: str = ""  # appended to how its process ended
+    _untold: bool = False  # it has failed to tell tokens in flight, which was said
     publications: Publications = field(init=False)
     counters: EngineCounters = field(init=False)
 
@@ -179,10 +179,8 @@ class EngineHandle:
 
     async def start(self, publication_seconds: float = 0.0, say: Callable[[str], None] = lambda text: None) -> None:
         """Start the engine's process; returns when it serves a version that `Publications.suffices`. After an error
-        the process may still run.
-
-        `publication_seconds`: how long to wait for the first publication, in addition to `deadlines.start`. `say`: gets
-        a log line if the engine loads versions more slowly than they are published.
+        the process may still run. `publication_seconds`: how long to wait for the first publication, in addition to
+        `deadlines.start`. `say`: gets a log line if the engine loads versions more slowly than they are published.
 
         Raises:
             RoleDied: the process ended, by itself or because its weights were not proven.
@@ -220,7 +218,7 @@ class EngineHandle:
             self._becomes(EngineState.SUSPECTED, self.version)
             self._suspicion.set()
             if why and self.counters.broke_off(self.open) == LOSSES:
-                self.discard(RoleFailed(self.name, f"{why}, {LOSSES} times in a row", 1))
+                self.discard(RoleFailed(self.name, f"{one_line(why)}, {LOSSES} times in a row", 1))
 
     async def supervise(self, say: Callable[[str], None]) -> NoReturn:
         """Replace the engine's process whenever it ends, unless the engine is leaving, and kill a suspected one that
@@ -238,10 +236,8 @@ class EngineHandle:
 
     async def replace(self, how: str, say: Callable[[str], None], publication_seconds: float = 0.0) -> None:
         """Start a new process after the engine's process has ended; returns when it serves the newest version. Does
-        nothing if the engine is leaving.
-
-        `how`: how the process ended, for the log. `say`: gets a log line for each start. `publication_seconds`: seconds
-        that each start may take beyond `deadlines.start`.
+        nothing if the engine is leaving. `how`: how the process ended, for the log. `say`: gets a log line for each
+        start. `publication_seconds`: seconds that each start may take beyond `deadlines.start`.
 
         Raises:
             RoleDied: the process died more often than `deadlines.engine_restarts` allows.
@@ -465,13 +461,20 @@ class EngineHandle:
                     await self.client.abort(left)  # again, if the engine did not have one yet
                     await asyncio.sleep(_POLL_SECONDS)
 
-    async def partials(self, known: Mapping[str, Sequence[int]], patience: float | None = None) -> Partials:
+    async def partials(
+        self, known: Mapping[str, Sequence[int]], patience: float | None, say: Callable[[str], None]
+    ) -> Partials:
         """Fetch the new tokens of the engine's unfinished completions, by request id and member. `known`: number of
         tokens already known of each member, by request id; other requests are not asked for. `patience`: seconds to
-        wait; then the result is empty, as for a lost engine. None: the client's deadline."""
+        wait (None: the client's deadline); then, and of a lost engine, none. `say`: gets the first error as a line."""
         theirs = {id: known[id] for id in self.open if id in known}
         if theirs:
-            with contextlib.suppress(EngineLost, DeadlineExceeded, WireError, TimeoutError):
-                async with asyncio.timeout(patience):
-                    return await self.client.partials(theirs)
+            with contextlib.suppress(EngineLost, DeadlineExceeded, TimeoutError):
+                try:
+                    async with asyncio.timeout(patience):
+                        return await self.client.partials(theirs)
+                except (RoleFailed, WireError) as failure:
+                    if not self._untold:
+                        say(f"tokens in flight are not journaled: {one_line(failure)}")
+                    self._untold = True
         return {}

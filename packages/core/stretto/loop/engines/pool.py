@@ -384,7 +384,7 @@ class EnginePool:
         already known of each member, by request id; other requests are left out. `patience`: seconds to wait for an
         engine (None: `deadlines.answer`); engines that are slower, or lost, are left out."""
         engines = list(self._engines.values())
-        found = await asyncio.gather(*(engine.partials(known, patience) for engine in engines))
+        found = await asyncio.gather(*(engine.partials(known, patience, self._say) for engine in engines))
         return {
             request: {member: piece.written_by(engine.name) for member, piece in members.items()}
             for engine, theirs in zip(engines, found, strict=True)
