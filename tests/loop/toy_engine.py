@@ -169,7 +169,7 @@ async def play(text: str) -> None:
     socket = spec.address.removeprefix("unix:")
     newest = Path(spec.model)
     if (words := newest.read_text().split())[0] in ("killed", "hangs", "grows"):
-        whole = newest.with_name("whole")
+        whole = newest.with_name(f"whole-{os.getpid()}")
         whole.write_text(words[1])
         whole.replace(newest)  # at once: another engine may read it meanwhile
         if words[0] == "grows":
