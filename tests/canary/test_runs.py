@@ -225,7 +225,7 @@ def test_an_engine_that_tells_other_log_probabilities_is_replaced_and_then_ends_
     assert re.search(f"engine-0 {differs}: it is replaced", ended.out), ended.out
     found = inspect_run(run_dir)
     assert all(one.proven for one in found.canary), "the weights were right"
-    assert found.steps <= (6 if staleness == 0 else 12)
+    assert found.steps <= (6 if staleness == 0 else 36)  # with 4, steps go on while the engine is replaced
 
 
 RAISED, AGAIN = r"has not loaded version (\d+)", " and loads it again"
