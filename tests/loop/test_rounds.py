@@ -3,7 +3,7 @@
 - What an engine gets together follows from the order of the groups, however they come and whichever engine is lost.
 - The answers of a group are delivered once; a loss reaches everybody who waits for the portion, a refusal the refused
   group alone.
-- Groups leave in their order when the last one is judged; who is stopped holds nobody up.
+- Groups leave in their order when the last one is judged; who is stopped holds nobody up, nor does a whole round.
 """
 
 import asyncio
@@ -140,3 +140,25 @@ def test_what_runs_together_follows_from_who_is_refused(late: frozenset[str]) ->
 @pytest.mark.parametrize("ills", [[], [(4, EngineLost("engine-0", "was killed"))]])
 def test_a_group_that_is_stopped_holds_nobody_up(ills: list[tuple[int, Exception]]) -> None:
     assert played(Engines(ills=ills), portions=1, stop="0.9.0") == ["0.5.0", "0.3.0"]
+
+
+async def test_a_round_may_begin_while_the_groups_of_the_one_before_are_still_being_stopped() -> None:
+    admitted, judged = TICKETS[:1], asyncio.Event()
+
+    async def judge() -> None:
+        judged.set()
+        await asyncio.sleep(60)
+
+    async def workflow(of: Ticket) -> Sequence[Trajectory]:
+        if of is TICKETS[0]:
+            await asyncio.gather(judge())  # its end takes the loop some rounds
+        return []
+
+    together = Rounds(Engines().generate, lambda: admitted, 1).together(workflow)
+    before = asyncio.ensure_future(together(TICKETS[0]))
+    await judged.wait()
+    before.cancel()
+    admitted = TICKETS[1:2]
+    assert await asyncio.wait_for(together(TICKETS[1]), 10) == []
+    with pytest.raises(asyncio.CancelledError):
+        await before

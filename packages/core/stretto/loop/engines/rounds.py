@@ -164,8 +164,10 @@ class Rounds:
         await self._gates[id]
 
     def _judged(self, id: str) -> None:
+        if (portion := self._portions.get(id)) is None:  # all groups of its round were stopped, and the next has begun
+            return
         self._missing.discard(id)
-        self._portions[id].leave(id)
+        portion.leave(id)
         if not self._missing:
             # In the next iteration of the event loop, when the last group waits too; else it would leave first.
             asyncio.get_running_loop().call_soon(self._open_gates)
