@@ -304,6 +304,30 @@ def test_weights_that_change_after_their_proof_are_found_at_the_next_load(
         assert resumed.record == record
 
 
+@pytest.mark.parametrize("call", [(Parameters, "load"), (NativeEngine, "prove")], ids=["load", "prove"])
+def test_what_was_found_before_a_load_that_raises_is_told_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: tuple[type, str]
+) -> None:
+    def raises(*given: object, **rest: object) -> None:
+        raise MemoryError("no room for it")
+
+    with ground(tmp_path) as one:
+        withdrawn = list[int]()
+        one.proving.withdraw = lambda engine, version, reason: withdrawn.append(version)
+        one.publish()
+        one.load()
+        held = one.engine._parameters._parameters[DOWN]
+        with torch.no_grad():
+            held.copy_(_flipped(held, 0))
+        with monkeypatch.context() as broken:
+            broken.setattr(*call, raises)
+            with pytest.raises(MemoryError):
+                one.advance()
+        one.load()
+        one.advance()
+        assert withdrawn == [0]
+
+
 def test_an_engine_that_keeps_its_cache_unlike_asked_is_refused(tmp_path: Path) -> None:
     asked = EngineConfig().model_dump_json()
     with ground(tmp_path, on_update="keep") as one:

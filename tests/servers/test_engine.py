@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from stretto.core.canary import FARTHEST, Canary, Challenge, Loaded, Scores, TensorDigest
-from stretto.core.errors import EngineLost, RefusedRequest, TornPublication
+from stretto.core.errors import EngineLost, RefusedRequest, RoleFailed, TornPublication
 from stretto.core.records import Segment, StopReason
 from stretto.engine.text import StopTexts
 from stretto.weights.shared_memory import digest_of_tensor
@@ -293,6 +293,12 @@ async def test_what_has_changed_in_a_servers_memory_since_its_proof_is_told_with
         told.append((found.left, found.changed))
         assert found.differing == (("a",) if version == 3 else ())
     assert told == [(-1, ()), (1, ()), (2, ("a",)), (-1, ()), (4, ())], "of a version in doubt nothing is told"
+    memory, server.refuses_load = memory + 1.0, True
+    with pytest.raises(RoleFailed):
+        await answered(server, engine, 6, a=a)
+    memory, server.refuses_load = memory - 1.0, False
+    found = await answered(server, engine, 6, a=a)
+    assert (found.left, found.changed) == (5, ("a",)), "what was found before a load that failed is told with the next"
 
 
 async def test_tokens_of_the_version_before_are_computed_again_before_the_next_one_is_loaded() -> None:

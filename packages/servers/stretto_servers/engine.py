@@ -98,6 +98,7 @@ class ExternalEngine:
         self._raw: asyncio.Task[bool] | None = None  # asks whether the server `reports_raw`
         self._in_doubt = False  # the last canary has not proven that the server has the weights of its version
         self._proven = _NOTHING  # version proven last, the shapes of its tensors, and what the workers held then
+        self._before = Scores(())  # of the version that was left, until it is told: a load that fails tells nothing
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -241,9 +242,8 @@ class ExternalEngine:
         return ended
 
     def partials(self, known: Mapping[str, Sequence[int]]) -> Partials:
-        """New tokens of completions up to the first one of uncertain version, by request and member. Requests that are
-        not open, and members without new tokens, are left out. `known`: number of tokens of each member that the caller
-        already has, by request."""
+        """New tokens of completions up to the first of uncertain version, by request and member, where there are any.
+        `known`: number of tokens of each member that the caller already has, by request."""
         found: Partials = {}
         for request, counts in known.items():
             for completion in self._open.get(request, ()):
@@ -273,10 +273,10 @@ class ExternalEngine:
             self._check_working()
             if version < self.version:
                 raise RefusedRequest("version", str(version), f"at least {self.version}, the version in use")
-            folder, left, lost, sampled = None, -1, tuple[str, ...](), tuple[tuple[float, float], ...]()
+            folder = None
             if version > self.version or not self._counts.updates or self._in_doubt:
-                left, lost = await self._changed()
-                sampled = await self._sampled_again(0 if challenge is None or self._in_doubt else challenge.sampled)
+                if not self._in_doubt:
+                    self._before = await self._look_back(0 if challenge is None else challenge.sampled)
                 start = time.monotonic()
                 folder = await asyncio.to_thread(self._weights.folder_of, version)  # the new weights, not the old
                 size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -287,16 +287,15 @@ class ExternalEngine:
                 self._in_doubt = True
                 self._take_back()
                 raise RoleFailed(self.name, str(error), 1) from error
-            of_before = {"sampled": sampled, "left": left, "changed": lost}
-            return Loaded(self.version, msgspec.structs.replace(scores, **of_before) if scores else None)
+            told, self._before = scores and scores.behind(self._before), Scores(())
+            return Loaded(self.version, told)
         finally:
             self._changing.release()
 
     async def _sampled_again(self, wanted: int) -> tuple[tuple[float, float], ...]:
-        """Recompute log-probabilities of sampled tokens with the version that sampled them, before an update. Returns
-        pairs (as sampled, as recomputed) for about `wanted` tokens of open completions; fewer if there are no more, or
-        the server does not score them now. Completions with a temperature or filters are left out, because a server
-        scores without them. Empty with "keep", because the KV cache has entries of earlier versions."""
+        """Recompute log-probabilities of sampled tokens before an update. Returns pairs (as sampled, as recomputed) for
+        about `wanted` tokens of open completions; fewer if there are no more, or the server does not score them now.
+        None with a temperature or filters, without which it scores, nor with "keep", for older KV entries."""
         if self._keep or not wanted:
             return ()
         start, pairs, most = time.monotonic(), list[tuple[float, float]](), _AGAIN_TOKENS
@@ -313,14 +312,15 @@ class ExternalEngine:
         self._spans.add("prove", start, time.monotonic(), self.version)
         return tuple(pairs)
 
-    async def _changed(self) -> tuple[int, tuple[str, ...]]:
-        """The version in use (-1: not compared), and names of tensors that have changed in memory since its proof."""
+    async def _look_back(self, wanted: int) -> Scores:
+        """Scores without a text: tensors in memory that have changed since the proof, and `_sampled_again`."""
         version, shapes, before = self._proven
         try:
-            now = await self._make.held(self._folder, shapes) if before and not self._in_doubt else ()
+            now = await self._make.held(self._folder, shapes) if before else ()
         except (WireError, EngineLost, DeadlineExceeded):  # no evidence: the load and its canary decide
             now = ()
-        return (version, changed(before, now)) if now else (-1, ())
+        left, lost = (version, changed(before, now)) if now else (-1, ())
+        return Scores((), sampled=await self._sampled_again(wanted), left=left, changed=lost)
 
     async def _answer(self, challenge: Challenge | None) -> Scores | None:
         """Run a canary challenge (None: do nothing) on the server; return its scores. Call it while no completion runs.
@@ -348,8 +348,8 @@ class ExternalEngine:
         return scores
 
     def _take_back(self) -> None:
-        """End the requests that have run while the version in doubt was loaded, as with "keep", and drop what it has
-        sampled; they are asked again once a version is proven."""
+        """End the requests that have run while the version in doubt was loaded, and drop what it has sampled; they are
+        asked again once a version is proven."""
         for request, opened in self._open.items():
             tasks = self._tasks[request]
             for member, completion in enumerate(opened):

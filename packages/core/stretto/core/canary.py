@@ -30,6 +30,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from statistics import fmean
 from typing import Any
 
+import msgspec
+
 from stretto.core.frames import Count, Whole
 from stretto.core.records import Record, Segment
 
@@ -194,6 +196,10 @@ class Scores(Record, frozen=True):
     sampled: tuple[tuple[float, float], ...] = ()
     left: Whole = -1
     changed: tuple[str, ...] = ()
+
+    def behind(self, before: Scores) -> Scores:
+        """These scores, with what `before` says of the version that was left."""
+        return msgspec.structs.replace(self, sampled=before.sampled, left=before.left, changed=before.changed)
 
 
 def differing(digests: Mapping[str, TensorDigest], held: Mapping[str, TensorDigest]) -> tuple[str, ...]:

@@ -127,6 +127,7 @@ class Generation:
         self._by_token: set[str] = set()  # requests whose listeners get each token
         self._work = asyncio.Event()
         self._scoring = asyncio.Lock()  # the KV entries of one text at a time
+        self._before = Scores(())  # of the version that was left, until it is told: a load that fails tells nothing
 
     @property
     def open_requests(self) -> int:
@@ -255,20 +256,19 @@ class Generation:
         """
         if self._mailbox is None:
             raise WireError(f"version {version} cannot be loaded: {self.engine.name} serves the weights of its folder")
-        start, tensors, before = time.monotonic(), None, Scores(())
+        start, tensors = time.monotonic(), None
         if version != self.engine.version or not self.engine.updates or self.engine.in_doubt:
             # Reading and checking touch nothing of the engine, so steps go on meanwhile: the pause is the copy alone.
             tensors = await asyncio.to_thread(self._mailbox.load, version)
         if challenge is not None and not self.engine.in_doubt:
-            before = self.engine.look_back(challenge.sampled if tensors is not None else 0)
+            self._before = self.engine.look_back(challenge.sampled if tensors is not None else 0)
         if tensors is not None:
             self.engine.update(version, tensors, since=start)
         scores = None
         if challenge is not None:
             self.engine.in_doubt = True  # also if the answer fails
-            scores = self.engine.prove(challenge.canary, keeps=challenge.keeps)
-            of_before = {"sampled": before.sampled, "left": before.left, "changed": before.changed}
-            scores = msgspec.structs.replace(scores, **of_before)
+            scores = self.engine.prove(challenge.canary, keeps=challenge.keeps).behind(self._before)
+            self._before = Scores(())
             self.engine.in_doubt = not challenge.is_answered(scores)
         self._work.set()
         return Loaded(self.engine.version, scores)
