@@ -315,3 +315,15 @@ def test_tokens_that_no_engine_is_on_record_for_are_not_proven(run_dir: Path) ->
     assert check_run(run_dir).breaches["every token was sampled by proven weights"] == (
         "9.9.0/0 has a token of no engine at version 3, which it had not proven",
     )
+
+
+@pytest.mark.parametrize("ended", ["", "filtered", "expired", "failed"])
+def test_a_proof_that_is_taken_back_breaks_the_law_for_what_is_trained_or_may_still_be(
+    run_dir: Path, ended: str
+) -> None:
+    law, proven = "every token was sampled by proven weights", [{"engine": "engine-0", "ranges": [[0, 3]]}]
+    with ledger_at(run_dir / "ledger.sqlite") as ledger:
+        ledger.put("canary", {"since": 0, "proven": proven, "withdrawn": [{"engine": "engine-0", "version": 3}]})
+    if ended:
+        sql(run_dir / "ledger.sqlite", f"UPDATE trajectories SET state = '{ended}' WHERE state = 'buffered'")
+    assert len(check_run(run_dir).breaches[law]) == (0 if ended else 2)

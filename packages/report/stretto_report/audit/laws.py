@@ -252,15 +252,14 @@ def every_token_has_its_engine(history: History) -> Iterator[str]:
 
 def every_token_was_sampled_by_proven_weights(history: History) -> Iterator[str]:
     """Law, yielding a sentence for each breach: The engine that sampled a token had proven, by the canary, that it held
-    the token's version, and had not changed it until its next load. Trajectories that have failed are not checked:
-    their tokens were given up. Nothing is checked for a run without proofs, or before they began. (Tokens of their
-    first version may have been sampled by a stretto that recorded no engines.)"""
+    the token's version, and, unless the trajectory ended untrained, had not changed it until its next load. Nothing is
+    checked for a run without proofs, or before they began. (Tokens of their first version may have been sampled by a
+    stretto that recorded no engines.)"""
     if history.proofs is None:
         return
-    since, proven, withdrawn = history.proofs.since, history.proofs.proven, history.proofs.withdrawn
+    since, proven = history.proofs.since, history.proofs.proven
     for one in history.trajectories:
-        if one.state == "failed":
-            continue
+        withdrawn = history.proofs.withdrawn if one.state not in UNTRAINED else ()
         stamps = chain.from_iterable(repeat(*stamp) for segment in one.sampled for stamp in segment.stamps)
         sampled = {(name, version) for name, count in one.writers for version in islice(stamps, count)}
         sampled |= {("", version) for version in stamps if version > since}
