@@ -99,8 +99,8 @@ _QUANTITY = (
 #: Relations of a value to another quantity.
 RELATED: Final = (  # 42 more than x, 42 degrees below normal; not "5 more than Tom", 12 feet above the ground
     rf"(?:(?:{COMPARATIVE})(?: [a-z]+)? than|times|under|off|(?:away|apart) from|past|ahead of|compared (?:to|with)"
-    rf"|relative to|on top of|in addition to) {_QUANTITY}|(?:(?:short|shy) of|(?:below|beneath|above|beyond)"
-    r"(?! (?:the |its |his |her )?(?:ground|water|surface|floor|table|horizon|earth|base)\b))\b"
+    rf"|relative to|on top of|in addition to) {_QUANTITY}|(?:(?:short|shy) of|(?:below|beneath|above(?! zero\b)|beyond)"
+    r"(?! (?:the |its |his |her )?(?:ground|water|surface|floor|table|horizon|earth|base|sea level|street)\b))\b"
 )
 #: Closed classes of words behind a value that leave no value or another one, whatever noun it has: negations, modals,
 #: what relates it to another quantity. (Nouns are an open class: what is counted, or a unit.)
