@@ -27,6 +27,7 @@ import os
 import platform
 import re
 import stat
+import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future
 from importlib import metadata
@@ -134,13 +135,15 @@ class RunFolder:
                 place = place.parent
             except OSError as error:
                 raise _refused(folder, f"cannot be created: {error.strerror}", "give another folder") from error
-        fault = 0 if stat.S_ISDIR(found.st_mode) else errno.EEXIST if place == folder else errno.ENOTDIR
-        denied = not os.access(place, os.W_OK | os.X_OK)
-        if fault or (denied and place != folder):
-            why = f"cannot be created: {os.strerror(fault or errno.EACCES)}"
+        if not stat.S_ISDIR(found.st_mode):
+            why = f"cannot be created: {os.strerror(errno.EEXIST if place == folder else errno.ENOTDIR)}"
             raise _refused(folder, why, "give another folder")
-        if denied:
-            raise lock.unwritable(folder, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+        try:  # permissions alone do not say it: root has all of them in /proc, where nothing can be made
+            tempfile.TemporaryFile(dir=place).close()  # without a name, if the file system can
+        except OSError as error:
+            if place == folder:
+                raise lock.unwritable(folder, error) from error
+            raise _refused(folder, f"cannot be created: {error.strerror}", "give another folder") from error
         if place == folder:
             lock.check_free(folder)
             if (problem := _why_not_new(folder)) is not None:
