@@ -363,7 +363,7 @@ def test_a_run_keeps_the_model_that_it_has_built(recipe: Path) -> None:
     assert f": model: the run began with [model.build], and now has model.path = '{recipe.parent}/policy'; a" in told
 
 
-def test_held_out_rows_in_another_file_are_compared(recipe: Path) -> None:
+def test_questions_in_another_file_are_compared_held_out_ones_and_those_of_a_set_by_its_name(recipe: Path) -> None:
     folder = recipe.parent
     apart = [row + "\n" for row in (folder / "rows.jsonl").read_text().splitlines()]
     (folder / "apart.jsonl").write_text("".join(apart[:2]))
@@ -375,6 +375,18 @@ def test_held_out_rows_in_another_file_are_compared(recipe: Path) -> None:
     go_on(recipe, run_dir, f"task.held_out_file={folder / 'same.jsonl'}", "evaluation.prompts=1")
     told = refusal(recipe, run_dir, f"task.held_out_file={folder / 'other.jsonl'}")
     assert f"{run_dir}: the held-out questions are not those of the run" in told
+
+    def sets(**files: str) -> str:
+        named = (f'{{name = "{name}", source = {{data = "{folder / file}.jsonl"}}}}' for name, file in files.items())
+        return f"evaluation.sets=[{', '.join(named)}]"
+
+    go_on(recipe, run_dir, sets(new="apart", more="apart"))
+    go_on(recipe, run_dir, sets(more="same").replace("}}", "}, prompts = 1}"))
+    told = refusal(recipe, run_dir, sets(more="same", new="other"))
+    assert f"{run_dir}: the questions of evaluation set new are not those of the run" in told
+    forget(run_dir, "evaluation sets")
+    go_on(recipe, run_dir, sets(new="other"))
+    assert "set new are not those of the run" in refusal(recipe, run_dir, sets(new="same")), "they are on record now"
 
 
 def test_a_run_that_is_named_twice_is_refused(recipe: Path) -> None:

@@ -89,8 +89,8 @@ _KEEPS = ("keep_best", "best_of")
 _ENDS_EARLY = (*_KEEPS, "patience", "least_gain", "goal", "goal_holds", "prompts", "samples", "seed", "sets")
 
 _JOIN = "join.json"  # file of a run that other machines could join; another conductor may have a copy of the folder
-#: Names of the ledger's facts with digests of the training questions, the held-out questions and the model.
-_QUESTIONS, _HELD_OUT, _MODEL = "questions", "held out", "model"
+#: Names of the ledger's facts with digests of the training questions, the held-out ones, evaluation sets, the model.
+_QUESTIONS, _HELD_OUT, _SETS, _MODEL = "questions", "held out", "evaluation sets", "model"
 _FOLDERS = ("rewards.path", "workflow.path")  # of modules
 _FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "disk is full")  # the last one: SQLite's
 _CONTAINERS = 1_000_000  # allocations between two garbage collections
@@ -341,6 +341,7 @@ def _fill(folder: RunFolder, plan: Plan) -> None:
     with closing(Ledger(folder.ledger, plan.recipe.store, page=page)) as ledger:  # from now on the run can be resumed
         ledger.put(_QUESTIONS, question_fingerprints(plan)[0])
         ledger.put(_HELD_OUT, plan.kept_apart_digest)
+        ledger.put(_SETS, plan.set_digests)
         ledger.put(FIELDS, plan.fields)
         record_recipe(ledger, plan.recipe)
         record_sources(ledger, plan.recipe)
@@ -379,13 +380,19 @@ def _check_moved(folder: RunFolder, before: Recipe, plan: Plan, ledger: Ledger) 
 
 def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> dict[str, object]:
     """Raise RunFolderError if the questions of a resumed run, or their order, have changed: the run continues at a
-    position in the training questions. Returns the facts that are not on record, by name."""
-    lacking = dict[str, object]()
-    for what, key, found in (
-        ("training questions", _QUESTIONS, question_fingerprints(plan)),
-        ("held-out questions", _HELD_OUT, (plan.kept_apart_digest,)),
+    position in the training questions. An evaluation set may be new or left out. Returns the facts that are not on
+    record, by name."""
+    lacking, sets = dict[str, object](), ledger.get(_SETS, dict[str, str]) or {}
+    if plan.set_digests.keys() - sets.keys():
+        lacking[_SETS] = {**plan.set_digests, **sets}
+    for what, key, known, found in (
+        ("training questions", _QUESTIONS, ledger.get(_QUESTIONS, str), question_fingerprints(plan)),
+        ("held-out questions", _HELD_OUT, ledger.get(_HELD_OUT, str), (plan.kept_apart_digest,)),
+        *(
+            (f"questions of evaluation set {name}", _SETS, sets.get(name, one), (one,))
+            for name, one in plan.set_digests.items()
+        ),
     ):
-        known = ledger.get(key, str)
         if known is None:  # the run was killed before it was recorded, or began with an earlier version of stretto
             lacking[key] = found[0]
         elif known not in found:
@@ -393,7 +400,8 @@ def _check_questions(folder: RunFolder, plan: Plan, ledger: Ledger) -> dict[str,
                 f"the {what} are not those of the run (the data or the tokenizer has changed: their digest "
                 f"is {found[0]}, on record is {known})"
             )
-            raise RunFolderError([Problem(str(folder.path), changed, "restore them, or start a new run")])
+            way_out = "give the set another name" if key == _SETS else "start a new run"
+            raise RunFolderError([Problem(str(folder.path), changed, f"restore them, or {way_out}")])
     order, found_order = ledger.get(DATA, DataRecord), DataRecord.of(plan)
     if order is None:
         lacking[DATA] = found_order

@@ -125,6 +125,7 @@ class Plan(Outline):
     demonstrations: tuple[Demonstration, ...]
     rows: Mapping[tuple[str, str], Row] = field(default_factory=dict)  # (prompt, gold answer): data for rewards
     kept_apart_digest: str = ""  # digest of the held-out questions and their gold answers
+    set_digests: Mapping[str, str] = field(default_factory=dict)  # the same of each further set's source, by its name
     fields: Mapping[str, str] = field(default_factory=dict)  # digests of the questions' further fields, by name
     reads: Sequence[str] | None = ()  # those that rewards or a workflow read; None: any
     details: QuestionDetails = field(default_factory=QuestionDetails)  # data of the questions for a workflow
@@ -162,7 +163,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False, tr
     with mistakes:
         base, tokenizer, longest, reference = _model(recipe)
     with mistakes:
-        read, read_sets = _questions(recipe)
+        read, read_sets, set_digests = _questions(recipe)
     mistakes.done()
     questions = (sifted := sift(recipe.rewards, read)).questions
     with mistakes:
@@ -193,6 +194,7 @@ def make_plan(recipe: Recipe, *, has_policy: bool = False, dry: bool = False, tr
         details=_details(recipe, rows, tokenizer),
         kept_apart=len(questions.held_out),
         kept_apart_digest=digest(*((row.text, row.answer) for row in questions.held_out)),
+        set_digests=set_digests,
         fields=_field_digests(recipe, (*questions.training, *questions.held_out)),
         reads=takes if recipe.workflow is None else None,
         notes=(
@@ -327,28 +329,29 @@ def _check_descriptors(recipe: Recipe) -> None:
     )
 
 
-def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]]]:
+def _questions(recipe: Recipe) -> tuple[Questions, list[list[Question]], dict[str, str]]:
     """Read the questions of the task, and of each further set in the recipe's order; check that each source has a
-    reward. In each of these parts, questions get an id of their own.
+    reward. In each of these parts, questions get an id of their own. Last: a digest of each set's source, by name.
 
     Raises:
         DataError: a file is missing or has mistakes; has those of all files.
         RewardFunctionError: a reward names an unknown source, or a source has no reward.
     """
     check_data_files(data_files(recipe))
-    mistakes, sets = Mistakes(), list[list[Question]]()
+    mistakes, sets, digests = Mistakes(), list[list[Question]](), dict[str, str]()
     with mistakes:
         found = recipe.task.questions(recipe.seed)
     for one in recipe.evaluation.sets:
         with mistakes:
             first, last, _ = one.source.questions(recipe.seed)
             sets.append([*first, *last][: one.prompts])
+            digests[one.name] = digest(*((row.text, row.answer) for row in (*first, *last)))
     mistakes.done()
     names = {question.source for question in (*found.training, *found.held_out)}
     check_reward_sources(recipe.rewards, names | {one.source.title for one in recipe.evaluation.sets})
     parts = (found.training, found.held_out, *sets)
     training, held_out, *sets = with_own_ids(parts, apart=recipe.workflow is not None)
-    return replace(found, training=training, held_out=held_out), sets
+    return replace(found, training=training, held_out=held_out), sets, digests
 
 
 def encoded_within_limits(
