@@ -227,7 +227,7 @@ def test_a_run_has_its_data_in_order_on_record_and_each_reward_by_name(rewarded:
     with closing(Ledger(run / "ledger.sqlite", StoreConfig())) as ledger:
         found = ledger.get(DATA, DataRecord)
     assert found == DataRecord.of(planned(rewarded, "trainer.steps=5"))
-    assert check_run(run).kept
+    assert (check_run(run).kept, check_run(run).notes) == (True, ())
     lines = read_evaluations(run / "metrics.jsonl")["sums"]
     assert all(isinstance(line, SetEvaluationLine) for line in lines)
     assert [(line.step, line.prompts, line.samples) for line in lines] == [(step, 2, 6) for step in (0, 3, 5)]

@@ -163,12 +163,13 @@ def _noted_metrics(metrics: _Series, steps: Sequence[int]) -> Iterator[str]:
 
 def _noted_evaluations(metrics: _Series, held_out: _Series) -> Iterator[str]:
     """Yield a note for each evaluated version whose completions are not all in ``held_out.jsonl``, or are there several
-    times. Versions whose evaluations recorded no number of completions are left out."""
+    times. Versions whose evaluations recorded no number of completions are left out; so are further sets of questions,
+    whose completions are not kept."""
     wanted = Counter[int]()
     there = Counter(version for row in held_out.rows if _is_whole(version := row.get("version")))
     for row in metrics.rows:
         version, samples = row.get("version"), row.get("samples", 0)
-        if row.get("kind") in ("evaluation", "evaluation_set") and _is_whole(version) and _is_whole(samples):
+        if row.get("kind") == "evaluation" and _is_whole(version) and _is_whole(samples):
             wanted[version] += samples
             if not samples:
                 there.pop(version, None)
