@@ -118,7 +118,7 @@ def test_an_undecided_answer_is_failed_and_never_a_zero(
     patient = "rewards.max_consecutive_undecided=1000"
     door("train", TINY, function, patient, WARM, "trainer.steps=3", "--run-dir", run_dir).well()
     assert door("export", run_dir, file).code == 0
-    assert door("export", run_dir).out == file.read_text()
+    assert door("export", run_dir).out == door("export", run_dir, "-").out == file.read_text()
     trajectories = [json.loads(line) for line in file.read_text().splitlines()]
     undecided = [t for t in trajectories if t["verdict"] == "undecided"]
     assert undecided

@@ -89,6 +89,7 @@ def test_the_module_can_be_run_as_well() -> None:
         (["eval", "model"], "give either --task or --data"),
         (["eval", "model", "--task", "a.toml", "--data", "b"], "give either --task or --data"),
         (["export", "run", "--trace"], "--trace writes a file: give FILE"),
+        (["export", "run", "-", "--trace"], "--trace writes a file: give FILE"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(door: Door, arguments: list[str], expected: str) -> None:

@@ -19,7 +19,7 @@ _TITLES = {"jsonl": "JSON lines", "parquet": "parquet", "csv": "CSV"}
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run folder.")],
     file: Annotated[
-        Path | None, typer.Argument(metavar="FILE", help="The file to write [default: standard output].")
+        Path | None, typer.Argument(metavar="FILE", help="The file to write [default, and -: standard output].")
     ] = None,
     format: Annotated[
         _Format | None, typer.Option("--format", help="Format of the file [default: by its suffix, else jsonl].")
@@ -33,6 +33,7 @@ def export(
     from stretto_report.dashboard.trace import export_trace
     from stretto_report.reading.export import export_run, format_of, write_trajectories
 
+    file = None if file == Path("-") else file
     if trace and format is not None:
         raise typer.BadParameter("--trace writes the timeline as JSON: leave --format out")
     if trace and file is None:
