@@ -34,6 +34,7 @@ from stretto.store.series.metrics import SetEvaluationLine, read_evaluations, re
 from stretto_app.extensions.commands.plan import job_of
 from stretto_app.extensions.preflight.trial import try_reward
 from stretto_report.audit.check import check_run
+from stretto_report.dashboard.terminal.summary import print_inspection
 from stretto_report.reading.export import read_trajectories
 from stretto_report.reading.inspection import inspect_run
 from tests.launch.rewards_for_tests import length, slow
@@ -220,7 +221,9 @@ def test_prompts_beyond_the_limit_lose_their_first_tokens(recipe: Path) -> None:
     assert plan.training[3].text == "0+0+0+1=0"
 
 
-def test_a_run_has_its_data_in_order_on_record_and_each_reward_by_name(rewarded: Path, laboratory: Laboratory) -> None:
+def test_a_run_has_its_data_in_order_on_record_and_each_reward_by_name(
+    rewarded: Path, laboratory: Laboratory, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = rewarded.parent / "run"
     rewarded.write_text(f"{RECIPE}samples = 2\nkeep_best = true\n{SET}{REWARDS}")
     laboratory.trained(run, "trainer.steps=5", recipe=rewarded)  # 10 groups, and an epoch has 3 + 6
@@ -231,6 +234,8 @@ def test_a_run_has_its_data_in_order_on_record_and_each_reward_by_name(rewarded:
     lines = read_evaluations(run / "metrics.jsonl")["sums"]
     assert all(isinstance(line, SetEvaluationLine) for line in lines)
     assert [(line.step, line.prompts, line.samples) for line in lines] == [(step, 2, 6) for step in (0, 3, 5)]
+    print_inspection(run)
+    assert f"accuracy of sums  {lines[0].accuracy:.1%} → {lines[-1].accuracy:.1%}" in capsys.readouterr().out
     best = json.loads((run / "best.json").read_text())
     assert sealed(run / "policy" / "best") == sealed(run / "policy" / f"v{best['step']:06d}")
     sources = [row.source for row in read_trajectories(run) if row.group.startswith("0.")]

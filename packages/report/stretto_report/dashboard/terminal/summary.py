@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -12,9 +13,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stretto.core.errors import RunFolderError, several
+from stretto.core.errors import RunFolderError, StoreError, several
 from stretto.store.inspection import CanaryProof, EngineRecord, Inspection, WeightsSummary
+from stretto.store.run_folder import RunFolder
 from stretto.store.selection import SIGNIFICANT
+from stretto.store.series.metrics import EvaluationLine, alike, read_evaluations
 from stretto.store.totals import EXPIRED, IDLE, MASKED, RECOMPUTED, TRAINED
 from stretto_report.dashboard.prediction import PredictedRun, predicted_beside_measured
 from stretto_report.dashboard.terminal.characters import cell, words
@@ -64,7 +67,10 @@ def print_inspection(
         }
         sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
         return
-    Console().print(summary_table(inspection, str(path)))
+    sets = dict[str, list[EvaluationLine]]()
+    with suppress(OSError, StoreError):  # a damaged line is named by `stretto check`
+        sets = read_evaluations(RunFolder.open(path).metrics)
+    Console().print(summary_table(inspection, str(path), sets))
     if comparison is not None:
         Console().print(Group(*comparison_lines(comparison)))
     elif passed_over:
@@ -92,10 +98,13 @@ def comparison_lines(comparison: PredictedRun) -> list[RenderableType]:
     return found
 
 
-def summary_table(inspection: Inspection, title: str) -> Table:
+def summary_table(
+    inspection: Inspection, title: str, sets: Mapping[str, Sequence[EvaluationLine]] | None = None
+) -> Table:
     """Make the table of a run with one row for each value: state, accuracy and time, work, staleness, busy roles,
     goodput, engines, weights and canary. Values that the run does not have are left out. Of the engines that have left,
-    the last eight have rows of their own."""
+    the last eight have rows of their own. `sets`: evaluations by set of questions, as of `read_evaluations`: each
+    further set has a row with its newest accuracy, and the first that may be compared with it."""
     table = Table(title=words(title, "bold"), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim", justify="right")
     table.add_column()
@@ -105,7 +114,7 @@ def summary_table(inspection: Inspection, title: str) -> Table:
     engines, weights = _engines(inspection.engines, hidden), _weights(inspection.weights)
     for section in (
         _state(inspection),
-        _accuracy(inspection),
+        _accuracy(inspection, sets or {}),
         _work(inspection),
         _staleness(inspection),
         _in_flight(inspection),
@@ -131,9 +140,13 @@ def _state(inspection: Inspection) -> Rows:
         yield "changed", sentence
 
 
-def _accuracy(inspection: Inspection) -> Rows:
+def _accuracy(inspection: Inspection, sets: Mapping[str, Sequence[EvaluationLine]]) -> Rows:
     before, after = _percent(inspection.initial_accuracy), _percent(inspection.final_accuracy)
     yield "held-out accuracy", Text.assemble(before, " → ", (after, "bold green"))
+    for name, lines in sets.items():
+        if name:
+            before, after = _percent(alike(lines)[0].known), _percent(lines[-1].known)
+            yield f"accuracy of {name}", f"{before} → {after}"
     for name, value in inspection.rewards.items():
         yield name, f"{value:.3f} on average in the last batch"
     yield "steps", f"{inspection.steps:,} (version {inspection.version})"
