@@ -104,6 +104,7 @@ def test_an_engine_that_drifts_from_the_trainer_is_an_alarm_with_its_curve(page:
     for step in range(3, 31):
         metrics.append(msgspec.structs.replace(step_line(step), canary={"engine-0": 0.02 * step}))
     page.get_by_test_id("run-row").filter(has_text="drifting").locator("a").first.click()
+    expect(page.get_by_role("heading", name="drifting", level=1)).to_be_visible()
     page.keyboard.press("5")
     alarm = page.locator('[data-testid="alarm"][data-name="canary_drifting"]')
     expect(alarm).to_contain_text("engine-0 was at 11% of what it may be from the trainer, and is at 51%")
