@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,7 +15,7 @@ import pytest
 from stretto.store.series.lines import LineFollower
 from stretto.store.series.metrics import METRICS, EvaluationLine, MetricsLog, StepMetrics, rewind_metrics
 from stretto_report.audit.alarms import CHECKS, AlarmWatch, findings_of, mismatch_of
-from stretto_report.audit.evidence import KEPT, RECENT, WINDOW, Alarm, Disk, Evidence, fallen
+from stretto_report.audit.evidence import KEPT, RECENT, WINDOW, Alarm, Disk, Evidence, fallen, kept
 from tests.store.lines import evaluation_line, step_line
 
 N = 60
@@ -356,6 +357,13 @@ def test_a_resume_reads_no_step_that_its_alarms_remember(tmp_path: Path) -> None
     assert list(looked._evidence().steps)[-2:] == [count, count + 1]
     (begun := AlarmWatch(tmp_path, {})).recall(1_000)
     assert list(begun._evidence().steps) == [*range(1, 1_001)], "what is remembered is of later steps"
+    fields: list[object] = msgspec.msgpack.decode((tmp_path / KEPT).read_bytes())
+    shorter = [
+        {name: one[:-8] for name, one in field.items()} if isinstance(field, dict) else field for field in fields
+    ]
+    (tmp_path / "other").write_bytes(msgspec.msgpack.encode(shorter))
+    assert kept(tmp_path / KEPT, LineFollower(path, METRICS), count) is not None
+    assert kept(tmp_path / "other", LineFollower(path, METRICS), count) is None
     rewind_metrics(path, 3_000)
     (anew := AlarmWatch(tmp_path, {})).recall(count)
     assert list(anew._evidence().steps) == [step for step in range(1, 3_001) if step != 2_000]

@@ -184,7 +184,9 @@ async def test_a_start_that_is_cancelled_when_its_role_has_just_begun_costs_no_o
     start = asyncio.create_task(server.start(spawn(tmp_path, StubbornSpec())))
     for _ in range(2):  # until it waits for the word of its start
         await asyncio.sleep(0)
+    end = time.monotonic() + 30
     while (tmp_path / "log.txt").read_text().count("up") < 2:  # the event loop does not hear that it has begun
+        assert time.monotonic() < end, "it has not begun"
         time.sleep(0.005)
     start.cancel()
     await asyncio.wait([start])

@@ -257,7 +257,7 @@ MOVES = st.lists(
 
 @given(MOVES, st.integers(0, 40))
 def test_whatever_happens_issued_is_the_sum_of_all_states(moves: list[tuple[str, int]], again: int) -> None:
-    """It is resumed before the move `again`; once with the counts of that time, as an earlier version leaves them."""
+    """A resume comes before the move `again`; once with the counts of that time, as an earlier version leaves them."""
     make, issued, steps = Make(), set[int](), 0
     ends = {"filter": State.FILTERED, "expire": State.EXPIRED, "fail": State.FAILED}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # a disk takes milliseconds for each sync

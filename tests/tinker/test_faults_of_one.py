@@ -157,25 +157,30 @@ def test_an_accepted_request_is_computed_also_if_the_record_could_not_be_read_th
     assert (left, naps) == (0, [])
 
 
+def failing_once(running: TinkerServer, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Make the first look for a next number fail, as by a bad disk; returns whose numbers are looked for."""
+    whole, read = running.record.next_seq, list[str]()
+
+    def failing(lane: str) -> int | None:
+        read.append(lane)
+        if len(read) == 1:
+            raise sqlite3.OperationalError("disk I/O error")
+        return whole(lane)
+
+    monkeypatch.setattr(running.record, "next_seq", failing)
+    return read
+
+
 def test_a_request_waits_no_longer_than_told_where_the_pause_ends_while_the_thread_looks(
     server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each reading of the clock is 0.6 s after the one before: a pause of 1 s ends between two of them."""
     address, running = server
-    client, whole, left, ticks = Client(address, "tml-slow"), running.record.next_seq, 1, count()
-
-    def failing(model: str) -> int | None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise sqlite3.OperationalError("disk I/O error")
-        return whole(model)
-
-    monkeypatch.setattr(running.record, "next_seq", failing)
+    client, read, ticks = Client(address, "tml-slow"), failing_once(running, monkeypatch), count()
     monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: 0.6 * next(ticks), sleep=time.sleep))
     body = {"session_id": client.opened(), "model_seq_id": 0, "base_model": NAME, "lora_config": {"rank": 4}}
     asked = told(client.post("create_model", body))["request_id"]
-    wait_until(lambda: left < 0, "the second try", seconds=10)
+    wait_until(lambda: len(read) > 1, "the second try", seconds=10)
     assert client.result(asked)["model_id"]
 
 
@@ -184,19 +189,11 @@ def test_accepted_requests_of_which_the_first_waits_for_the_record_are_settled_t
     first: int, says: str, server: tuple[str, TinkerServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, running = server
-    client, whole, left = Client(address, "tml-ended"), running.record.next_seq, 1
+    client = Client(address, "tml-ended")
     model = client.create()
     running.worker.retire(model, "", ended=False)
     assert leaves(running, model)
-
-    def failing(lane: str) -> int | None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise sqlite3.OperationalError("disk I/O error")
-        return whole(lane)
-
-    monkeypatch.setattr(running.record, "next_seq", failing)
+    failing_once(running, monkeypatch)
     asked = [client.forward_backward(model, first, data_for("cross_entropy")), client.step(model, first + 1)]
     row = running.record.session(client.opened())
     assert row is not None

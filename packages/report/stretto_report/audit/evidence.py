@@ -352,7 +352,9 @@ def kept(path: Path, lines: LineFollower[MetricsLine], version: float) -> Eviden
         series = {name: np.frombuffer(values, np.float64) for name, values in found.series.items()}
     except (OSError, StoreError, ValueError):  # no such file, or one that a power loss has torn
         return None
-    if found.form != 1 or not len(steps) or steps[-1] > version or {len(one) for one in series.values()} > {len(steps)}:
+    if any(len(one) != len(steps) for one in series.values()):
+        return None
+    if found.form != 1 or not len(steps) or steps[-1] > version:
         return None
     found.restore(lines)
     known = Evidence(steps, series, found.evaluations, undecided_reason=found.undecided_reason)

@@ -93,7 +93,7 @@ class Parameters:
             weight.copy_(self._with_adapters(layer))
 
     def compare(self, digests: Mapping[str, TensorDigest]) -> tuple[tuple[str, ...], int]:
-        """What `differing` returns, and remember `digests` for `changed`."""
+        """Compare as `differing` does, with what it returns, and remember `digests` for `changed`."""
         self._compared = digests
         return self.differing(digests)
 
